@@ -1,0 +1,1 @@
+"""`legato gpu-check`: one script, one call, that says whether a GPU computes rightly and how fast."""

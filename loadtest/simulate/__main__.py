@@ -1,0 +1,7 @@
+"""`python -m loadtest.simulate …`, for machines without the rest of Legato."""
+
+import sys
+
+from loadtest.simulate.cli import main
+
+sys.exit(main())

@@ -1,0 +1,1 @@
+"""`legato whatif`: a recording of a scheduler, simulated under other settings."""

@@ -1,0 +1,1 @@
+"""The console page, a file of its own."""

@@ -1,0 +1,1 @@
+"""The public port: routes, handlers, and how bytes leave."""

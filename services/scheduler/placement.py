@@ -1,0 +1,119 @@
+"""Which worker takes a waiting request: one queue for all, bound when a worker has room."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from services.scheduler.kv.blocks import Match
+from services.scheduler.limits import Limits
+from services.scheduler.request import Request
+from services.scheduler.worker import Worker
+
+OUTPUT_LEN_SHARE = 0.02
+"""Weight of the newest output in the mean length."""
+
+
+@dataclass(slots=True)
+class AboutToBegin:
+    """What a worker is about to take in the iteration that is being planned, beside what it runs already.
+
+    What it runs stays the same meanwhile, so sums over it are taken once, and not for every request that waits.
+    """
+
+    worker: Worker
+    num_requests: int = 0
+    num_blocks: int = 0
+    num_expected_tokens: int = 0
+    num_prefill_tokens: int = 0
+    num_blocks_promised: int | None = None  # to what it runs; None until it is asked for
+    num_running_tokens: int | None = None  # that what it runs is expected to hold; None until it is asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A worker that has room for a request, and what the request finds there."""
+
+    worker: Worker
+    num_cached_tokens: int
+    num_blocks: int  # free blocks that it would take until its first token
+    num_expected_tokens: int
+
+
+class Placer:
+    """Looks for room. expected_output_len says how long outputs are, as far as they have been seen."""
+
+    def __init__(self, limits: Limits, *, reserves_max_len: bool) -> None:
+        self._limits = limits
+        self._reserves_max_len = reserves_max_len
+        self._mean_output_len: float | None = None
+
+    def note_output(self, num_output_tokens: int) -> None:
+        """A request ended with so many."""
+        if self._mean_output_len is None:
+            self._mean_output_len = float(num_output_tokens)
+        self._mean_output_len += OUTPUT_LEN_SHARE * (num_output_tokens - self._mean_output_len)
+
+    def best(self, workers: Iterable[Worker], request: Request, about: AboutToBegin) -> Fit | None:
+        """The worker that would bring the request's first token soonest; None while none has room.
+
+        That weighs a prefix in a worker's cache against the prompts that wait there already.
+        """
+        fits = [fit for worker in workers if (fit := self._fit(worker, request, about)) is not None]
+        if len(fits) < 2:
+            return fits[0] if fits else None
+        return min(fits, key=lambda fit: self._cost(fit, request, about))
+
+    def can_ever_hold(self, worker: Worker, request: Request) -> bool:
+        """Whether the request fits the worker when it is alone there. Its last token is never computed."""
+        return request.max_len - 1 <= worker.capacity
+
+    def _fit(self, worker: Worker, request: Request, about: AboutToBegin) -> Fit | None:
+        taken = about if worker is about.worker else AboutToBegin(worker)
+        num_running = len(worker.running) + taken.num_requests
+        if num_running >= self._limits.max_running or taken.num_requests >= worker.num_free_slots:
+            return None
+        if not self.can_ever_hold(worker, request):
+            return None
+        pool = worker.pool
+        match = self._match(worker, request)
+        num_needed = pool.blocks_for(self._first_need(request)) - match.num_blocks + match.num_free
+        # One block a running request stays free, so that decodes that cross a block boundary need not preempt at once.
+        # The first request needs no such headroom: alone, it fits.
+        if taken.num_blocks_promised is None:
+            taken.num_blocks_promised = worker.num_blocks_promised()
+        num_spoken_for = taken.num_blocks_promised + taken.num_blocks + pool.num_reserved + num_running
+        if num_needed + num_spoken_for > pool.num_free:
+            return None
+        num_expected = self._expected_len(request)
+        if num_running:
+            if taken.num_running_tokens is None:
+                taken.num_running_tokens = sum([self._expected_len(other) for other in worker.running])
+            expected = taken.num_expected_tokens + taken.num_running_tokens
+            if expected + num_expected > self._limits.overcommit * worker.capacity:
+                return None
+        return Fit(worker, match.num_blocks * pool.block_size, num_needed, num_expected)
+
+    def _match(self, worker: Worker, request: Request) -> Match:
+        if not self._limits.has_prefix_cache:
+            return Match()
+        return worker.pool.match(request.prefix_hashes(worker.pool.block_size))
+
+    def _first_need(self, request: Request) -> int:
+        """Tokens whose blocks must be there for it to begin: until its first token, or all where it may not be
+        preempted."""
+        if self._reserves_max_len or request.num_preemptions >= self._limits.max_preemptions:
+            return request.max_len - 1
+        return min(len(request.token_ids) + 1, request.max_len - 1)
+
+    def _expected_len(self, request: Request) -> int:
+        """Tokens that it is expected to hold at its longest."""
+        if self._mean_output_len is None:
+            return len(request.token_ids)
+        # One that has outlived the mean is expected to go on for as long again as a quarter of what it has.
+        expected = max(self._mean_output_len, 1.25 * request.num_output_tokens)
+        return min(request.max_len, request.arrived.num_prompt_tokens + int(expected))
+
+    def _cost(self, fit: Fit, request: Request, about: AboutToBegin) -> tuple[int, int, int]:
+        taken = about if fit.worker is about.worker else AboutToBegin(fit.worker)
+        num_to_read = len(request.token_ids) - fit.num_cached_tokens
+        num_before = fit.worker.num_prefill_tokens_due() + taken.num_prefill_tokens
+        return num_to_read + num_before, len(fit.worker.running) + taken.num_requests, fit.worker.order

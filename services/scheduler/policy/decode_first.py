@@ -1,0 +1,20 @@
+"""Decode first (FasterTransformer): a batch runs until its last request has ended; only then does the next begin."""
+
+from collections.abc import Iterable
+from itertools import chain
+
+from services.scheduler.policy.batch import Batch, Candidate, Policy, Running
+
+
+def fill(batch: Batch, running: Running, waiting: Iterable[Candidate]) -> None:
+    if running.decoding and not running.prefilling:
+        batch.take_decodes(running.decoding)
+        return
+    newcomers: Iterable[Candidate] = () if running.decoding else waiting
+    for candidate in chain(running.prefilling, newcomers):
+        if not batch.fits_whole(candidate):
+            break
+        batch.take_chunk(candidate, candidate.num_tokens)
+
+
+POLICY = Policy(name="decode_first", fill=fill, is_chunked=False)

@@ -1,0 +1,18 @@
+"""Hybrid batches without chunks (an ablation of the Sarathi-Serve paper): whole prompts beside decodes, up to a bound
+on their tokens."""
+
+from collections.abc import Iterable
+from itertools import chain
+
+from services.scheduler.policy.batch import Batch, Candidate, Policy, Running
+
+
+def fill(batch: Batch, running: Running, waiting: Iterable[Candidate]) -> None:
+    batch.take_decodes(running.decoding)
+    for candidate in chain(running.prefilling, waiting):
+        if not batch.fits_whole(candidate):
+            break
+        batch.take_chunk(candidate, candidate.num_tokens)
+
+
+POLICY = Policy(name="hybrid_only", fill=fill, is_chunked=False)

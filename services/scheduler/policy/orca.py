@@ -1,0 +1,18 @@
+"""Orca (Yu et al., OSDI 2022): iteration-level batching of whole prompts beside decodes, first come first served; the
+KV cache of prompt and longest output is set aside when a request begins."""
+
+from collections.abc import Iterable
+from itertools import chain
+
+from services.scheduler.policy.batch import Batch, Candidate, Policy, Running
+
+
+def fill(batch: Batch, running: Running, waiting: Iterable[Candidate]) -> None:
+    batch.take_decodes(running.decoding)
+    for candidate in chain(running.prefilling, waiting):
+        if batch.load.num_tokens + candidate.num_tokens > batch.room.max_tokens and batch.load.prefill_tokens:
+            break
+        batch.take_chunk(candidate, candidate.num_tokens)
+
+
+POLICY = Policy(name="orca", fill=fill, is_chunked=False, reserves_max_len=True)

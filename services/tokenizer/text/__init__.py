@@ -1,0 +1,1 @@
+"""Between text and tokens, with no knowledge of requests: loading, encoding, detokenizing, stop strings."""

@@ -1,0 +1,146 @@
+"""`legato gpu-check` on the CPU: the same script, tiny."""
+
+import io
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loadtest.gpu_check.needs import advice, missing
+from loadtest.gpu_check.stages import Deadline, Failed, Report, Skipped, run_stage
+
+TIMEOUT_S = 240
+STAGES = [
+    *("probe", "kernels", "engine", "graphs", "deterministic"),
+    *("decode", "prefill", "hybrid", "stall", "host", "fit"),
+]
+BARE = """
+import sys
+
+class Bare:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {forbidden}:
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Bare())
+import torch
+torch.set_num_threads(1)
+from loadtest.gpu_check.__main__ import main
+sys.exit(main(sys.argv[1:]))
+"""
+ABSENT = ("zmq", "prometheus_client", "opentelemetry", "uvloop", "aiohttp", "tokenizers", "safetensors", "gguf")
+"""What a machine that has a GPU and little else need not bring."""
+
+
+@pytest.fixture(scope="module")
+def lines() -> list[dict[str, Any]]:
+    """One run, on a machine as bare as may be."""
+    done = subprocess.run(
+        [sys.executable, "-c", BARE.format(forbidden=ABSENT), "--device", "cpu", "--tiny"],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+        cwd=Path(__file__).parent.parent.parent,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_every_stage_passes_on_the_cpu(lines: list[dict[str, Any]]) -> None:
+    assert [(line["stage"], line["status"]) for line in lines] == [(name, "passed") for name in [*STAGES, "all"]]
+
+
+def test_each_back_end_is_checked_or_says_why_not(lines: list[dict[str, Any]]) -> None:
+    attention = lines[STAGES.index("kernels")]["attention"]
+    assert "runs on CUDA devices" in attention["fa3"]["skipped"]
+    assert "runs on CUDA devices" in attention["fa2"]["skipped"]
+    assert attention["torch"]["cases"] > 0
+    pytest.importorskip("triton")
+    assert attention["triton"]["cases"] > 0
+
+
+def test_graphs_are_what_the_second_look_at_the_engine_is_about(lines: list[dict[str, Any]]) -> None:
+    assert "decodes out of a graph" not in lines[STAGES.index("engine")]["errors"]
+    graphs = lines[STAGES.index("graphs")]
+    assert graphs["errors"]["decodes out of a graph"] < 1e-3
+    assert graphs["clear_best_tokens"] > 0
+
+
+def test_the_stall_test_runs_the_schedulers_own_core_under_each_policy(lines: list[dict[str, Any]]) -> None:
+    stall = lines[STAGES.index("stall")]
+    for name in ("derived", "budget 512", "prefill_first"):
+        assert stall[name]["max_gap_ms"] >= stall[name]["p99_gap_ms"] > 0
+        assert stall[name]["num_gaps"] > 0
+        assert stall[name]["prompt_ttft_ms"] > 0
+
+
+def test_what_is_missing_is_named_with_the_wheels_to_bring() -> None:
+    assert missing("cpu") == []
+    text = advice(["msgspec", "structlog"])
+    assert "not installed here: msgspec, structlog" in text
+    assert "pip download" in text
+    assert "--find-links wheels msgspec structlog" in text
+
+
+def test_a_bare_python_is_told_at_once() -> None:
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-I",
+            "-S",
+            "-c",
+            f"import sys; sys.path.insert(0, {str(Path.cwd())!r}); "
+            "from loadtest.gpu_check.__main__ import main; sys.exit(main(['--device', 'cuda']))",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "not installed here: torch, numpy, msgspec, structlog, triton" in done.stderr
+
+
+def report_of(run: Any, *, seconds: float = 60.0, left: float = 60.0) -> dict[str, Any]:
+    report = Report(io.StringIO())
+    run_stage(report, "stage", seconds, run, budget_end=time.monotonic() + left)
+    assert json.loads(report.output.getvalue()) == report.lines[0]  # type: ignore[attr-defined]  # A StringIO.
+    return report.lines[0]
+
+
+def test_a_stage_reports_whatever_becomes_of_it() -> None:
+    def fails(deadline: Deadline, detail: dict[str, Any]) -> None:
+        detail["worst"] = 0.3
+        raise Failed("too slow")
+
+    def breaks(deadline: Deadline, detail: dict[str, Any]) -> None:
+        raise RuntimeError("no kernel image")
+
+    def skips(deadline: Deadline, detail: dict[str, Any]) -> None:
+        raise Skipped("no such build")
+
+    assert report_of(fails) | {"seconds": 0} == {
+        "stage": "stage",
+        "status": "failed",
+        "why": "too slow",
+        "worst": 0.3,
+        "seconds": 0,
+    }
+    assert report_of(breaks)["why"] == "RuntimeError: no kernel image"
+    assert report_of(skips)["status"] == "skipped"
+    assert report_of(breaks, left=-1.0)["status"] == "skipped"
+
+
+def test_a_stage_that_hangs_ends_the_process_with_its_line() -> None:
+    script = (
+        "import sys, threading; from loadtest.gpu_check import stages; stages.GRACE_S = 0.1; "
+        "stages.run_stage(stages.Report(sys.stdout), 'hangs', 0.1, lambda d, r: threading.Event().wait(60), 1e18)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 3
+    assert json.loads(done.stdout)["status"] == "hung"

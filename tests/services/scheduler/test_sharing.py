@@ -1,0 +1,212 @@
+"""Requests beside each other: prefixes shared, turns taken, room made, honest refusals."""
+
+import pytest
+
+from common.messages.requests import RequestEnded, RequestRejected
+from services.scheduler.events import RequestPreempted
+from tests.services.scheduler.world import World
+
+PREFIX = list(range(5000, 5040))  # ten blocks of four
+
+
+def ended(world: World, name: str) -> RequestEnded:
+    (terminal,) = world.terminals[name]
+    assert isinstance(terminal, RequestEnded)
+    return terminal
+
+
+def num_computed(world: World, name: str) -> int:
+    return sum(chunk.num_tokens for plan in world.iterations for chunk in plan.chunks if chunk.request_id == name)
+
+
+def test_a_prompt_that_was_read_before_is_not_read_again() -> None:
+    world = World(token_budget=64)
+    world.arrive("first", prompt_len=43, tokens=[*PREFIX, 1, 2, 3], max_tokens=2)
+    world.drain()
+    world.arrive("second", prompt_len=43, tokens=[*PREFIX, 4, 5, 6], max_tokens=2)
+    world.drain()
+
+    assert num_computed(world, "second") == 3
+    assert ended(world, "first").num_cached_tokens == 0
+    assert ended(world, "second").num_cached_tokens == 40
+    assert world.output["second"] == world.expected_output("second", 43, 2)
+
+
+def test_a_prefix_is_shared_while_both_run_and_its_blocks_are_held_until_the_last_ends() -> None:
+    world = World(token_budget=64)
+    world.arrive("first", prompt_len=41, tokens=[*PREFIX, 1], max_tokens=30)
+    world.finish_iteration()
+    world.arrive("second", prompt_len=41, tokens=[*PREFIX, 2], max_tokens=30)
+    for _ in range(3):
+        world.finish_iteration()
+    first, second = (request.placed for request in world.core.workers[0].running)
+    assert first.block_table[:10] == second.block_table[:10]
+    world.cancel("first")
+    world.drain()
+
+    assert world.output["second"] == world.expected_output("second", 41, 30)
+    world.check_drained()
+
+
+def test_tenants_with_unlike_salts_share_nothing() -> None:
+    world = World(token_budget=64)
+    world.arrive("first", prompt_len=41, tokens=[*PREFIX, 1], max_tokens=2, cache_salt="a")
+    world.drain()
+    world.arrive("second", prompt_len=41, tokens=[*PREFIX, 1], max_tokens=2, cache_salt="b")
+    world.drain()
+
+    assert ended(world, "second").num_cached_tokens == 0
+
+
+def test_the_last_token_of_a_known_prompt_is_computed_for_its_logits() -> None:
+    world = World(token_budget=64)
+    for name in ("first", "second"):
+        world.arrive(name, prompt_len=40, tokens=PREFIX, max_tokens=2)
+        world.drain()
+
+    assert ended(world, "second").num_cached_tokens == 36
+    assert world.output["second"] == world.expected_output("second", 40, 2)
+
+
+def test_the_least_recently_used_prefix_is_forgotten_first() -> None:
+    world = World(token_budget=64, num_blocks=24)
+    for name, base in (("a", 0), ("b", 500)):
+        world.arrive(name, prompt_len=41, tokens=[base + i for i in range(41)], max_tokens=1)
+        world.drain()
+    world.arrive("a again", prompt_len=41, tokens=list(range(41)), max_tokens=1)
+    world.drain()
+    assert ended(world, "a again").num_cached_tokens == 40
+    world.arrive("c", prompt_len=41, tokens=[900 + i for i in range(41)], max_tokens=1)
+    world.drain()
+    world.arrive("a once more", prompt_len=41, tokens=list(range(41)), max_tokens=1)
+    world.drain()
+    assert ended(world, "a once more").num_cached_tokens == 40
+    world.arrive("b again", prompt_len=41, tokens=[500 + i for i in range(41)], max_tokens=1)
+    world.drain()
+    assert ended(world, "b again").num_cached_tokens < 40
+
+
+def test_a_preempted_request_finds_its_own_blocks_again() -> None:
+    world = World(num_blocks=8, token_budget=16)
+    world.arrive("old", prompt_len=8, max_tokens=16)
+    world.arrive("new", prompt_len=8, max_tokens=16)
+    world.drain()
+    assert any(isinstance(effect, RequestPreempted) for effect in world.effects)
+    assert world.output["new"] == world.expected_output("new", 8, 16)
+
+
+def test_requests_go_where_their_prefix_is() -> None:
+    world = World(num_workers=2, token_budget=64)
+    world.arrive("filler", prompt_len=4, max_tokens=30)
+    world.arrive("first", prompt_len=41, tokens=[*PREFIX, 1], max_tokens=2)
+    while "first" not in world.terminals:
+        for worker_id in [worker_id for worker_id, plans in world.plans.items() if plans]:
+            world.finish_iteration(worker_id)
+    holder = next(plan.worker_id for plan in world.iterations for c in plan.chunks if c.request_id == "first")
+    world.arrive("second", prompt_len=41, tokens=[*PREFIX, 2], max_tokens=2)
+    world.drain()
+    where = next(plan.worker_id for plan in world.iterations for c in plan.chunks if c.request_id == "second")
+
+    assert where == holder
+
+
+def test_a_short_prompt_is_not_stuck_behind_a_long_one() -> None:
+    world = World(token_budget=16, num_blocks=256)
+    world.arrive("long", prompt_len=800, max_tokens=2)
+    world.finish_iteration()
+    world.arrive("short", prompt_len=8, max_tokens=2)
+    world.finish_iteration()
+
+    assert world.finish_iteration() == {"long": 8, "short": 8}
+
+
+def test_a_long_prompt_takes_at_most_twice_as_long_beside_short_ones() -> None:
+    world = World(token_budget=16, num_blocks=256, max_running=8)
+    world.arrive("long", prompt_len=320, max_tokens=1)
+    num_iterations = 0
+    while "long" not in world.terminals:
+        world.arrive(f"short-{num_iterations}", prompt_len=16, max_tokens=1)
+        world.finish_iteration()
+        num_iterations += 1
+
+    assert num_iterations <= 2 * 320 / 16 + 2
+
+
+def test_an_urgent_request_takes_the_place_of_one_of_lower_priority_and_the_effect_says_so() -> None:
+    world = World(max_running=2, token_budget=32)
+    world.arrive("standard", prompt_len=4, max_tokens=20, priority=0)
+    world.arrive("batch", prompt_len=4, max_tokens=20, priority=5)
+    world.finish_iteration()
+    world.finish_iteration()
+    world.arrive("urgent", prompt_len=4, max_tokens=4, priority=-5)
+    world.drain()
+
+    (preempted,) = [effect for effect in world.effects if isinstance(effect, RequestPreempted)]
+    assert (preempted.request_id, preempted.for_request_id) == ("batch", "urgent")
+    assert preempted.num_tokens >= 4
+    assert next(iter(world.terminals)) == "urgent"
+    assert world.output["batch"] == world.expected_output("batch", 4, 20)
+
+
+def test_equal_priority_never_preempts_for_a_place() -> None:
+    world = World(max_running=1)
+    world.arrive("first", prompt_len=4, max_tokens=8)
+    world.arrive("second", prompt_len=4, max_tokens=8)
+    world.drain()
+
+    assert not any(isinstance(effect, RequestPreempted) for effect in world.effects)
+
+
+def test_two_prompts_that_fit_only_one_after_the_other_both_finish() -> None:
+    world = World(num_blocks=10, token_budget=8, depth=2)
+    for name in "ab":
+        world.arrive(name, prompt_len=30, max_tokens=8)
+    world.drain()
+
+    assert world.reason("a") == world.reason("b") == "length"
+
+
+@pytest.mark.parametrize("max_preemptions", [0, 1, 2])
+def test_nobody_is_preempted_more_often_than_stated(max_preemptions: int) -> None:
+    world = World(num_blocks=16, token_budget=16, max_preemptions=max_preemptions, overcommit=10.0)
+    for index in range(10):
+        world.arrive(f"request-{index}", prompt_len=6, max_tokens=24)
+    world.drain()
+
+    counts: dict[str, int] = {}
+    for effect in world.effects:
+        if isinstance(effect, RequestPreempted):
+            counts[effect.request_id] = counts.get(effect.request_id, 0) + 1
+    assert max(counts.values(), default=0) <= max_preemptions
+    assert all(world.reason(f"request-{index}") == "length" for index in range(10))
+
+
+def test_expected_lengths_keep_requests_from_being_admitted_only_to_be_preempted() -> None:
+    def num_preemptions(overcommit: float) -> int:
+        world = World(num_blocks=24, token_budget=16, overcommit=overcommit, max_preemptions=100)
+        for index in range(20):
+            world.arrive(f"request-{index}", prompt_len=6, max_tokens=24)
+        world.drain()
+        return sum(isinstance(effect, RequestPreempted) for effect in world.effects)
+
+    assert num_preemptions(1.0) < num_preemptions(10.0) / 2
+
+
+def test_a_request_that_would_wait_longer_than_it_may_is_told_so_at_once() -> None:
+    world = World(token_budget=8, max_running=1, num_blocks=256)
+    for index in range(6):
+        world.arrive(f"request-{index}", prompt_len=40, max_tokens=20)
+    for _ in range(60):
+        world.finish_iteration()  # A millisecond each.
+    waiting = world.core.num_waiting
+    assert waiting >= 2
+    world.arrive("patient", prompt_len=4, deadline_ms=10_000)
+    world.arrive("hasty", prompt_len=4, deadline_ms=5)
+
+    assert "patient" not in world.terminals
+    (rejected,) = world.terminals["hasty"]
+    assert isinstance(rejected, RequestRejected)
+    assert rejected.reason == "queue_full"
+    assert f"{waiting + 1} requests" in rejected.detail
+    assert rejected.retry_after_s is not None
+    world.drain()
