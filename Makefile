@@ -7,6 +7,9 @@ ARGS ?=
 # thread each, but for those that need the machine to themselves.
 TESTS ?=
 ALONE := tests/integration/test_stalls.py tests/integration/test_traces.py tests/integration/test_lifecycle.py
+# Bytecode is written by whoever imports first, not when installing: most of torch is never imported. Where an environment
+# forbids to write it, every process would compile all that it imports at each start, torch's for seconds.
+unexport PYTHONDONTWRITEBYTECODE
 # The version whose CPU build the tests run on; a worker takes any from 2.11.
 TORCH := torch==2.13.0
 

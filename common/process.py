@@ -1,9 +1,7 @@
 """What every process shares: its options, its start, its admin port, and its orderly end."""
 
 import asyncio
-import ctypes
 import gc
-import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable
@@ -22,6 +20,7 @@ from common.injection import Delays
 from common.messages.cards import WorkerCard
 from common.messages.links import Hello, Role
 from common.metrics import watch_loop
+from common.supervision import bound_end_of_orphan, follow_supervisor
 from common.telemetry import set_up_logging, start_exporting
 from common.tracing import Tracing
 from common.wire.session import DEFAULT_WINDOW
@@ -93,7 +92,7 @@ def run_process(role: Role, config: ProcessConfig, main: Callable[[Process], Awa
 
     main must return soon after process.stopping is set. SIGINT and SIGTERM set it; a second one ends the process.
     """
-    _follow_supervisor()
+    follow_supervisor(role)
 
     async def serve() -> None:
         process = Process(role, config)
@@ -157,15 +156,9 @@ def write_keys(path: Path, keys: LinkKeys) -> None:
     path.write_text(f'public = "{keys.public}"\nsecret = "{keys.secret}"\n')
 
 
-def _follow_supervisor() -> None:
-    """If a supervisor of ours started this process, ask the kernel for a SIGTERM when it dies, however it dies."""
-    if os.environ.get("LEGATO_SUPERVISED") and sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal.SIGTERM))
-
-
 def _ask_to_stop(process: Process) -> None:
     if process.stopping.is_set():
         raise SystemExit(130)
     log.info("stop_requested")
+    bound_end_of_orphan()
     process.stopping.set()

@@ -16,6 +16,7 @@ from pathlib import Path
 import structlog
 
 from common.config import flags_of
+from common.supervision import supervised_environ
 from gpu_worker.config import WorkerConfig
 from gpu_worker.errors import UnusableModel
 from gpu_worker.parallel.errors import RankLost
@@ -48,7 +49,7 @@ class RankProcesses:
                 [sys.executable, "-m", "gpu_worker", *flags_of(own)],
                 # Ctrl-C in a terminal reaches this process alone, which then ends the others in order.
                 start_new_session=True,
-                env={**os.environ, "LEGATO_SUPERVISED": "1"},
+                env={**os.environ, **supervised_environ()},
             )
 
     async def watch(self) -> None:

@@ -44,7 +44,7 @@ class UpConfig:
     )
     log_level: Literal["debug", "info", "warning", "error"] = option("info", "least level that is logged")
     log_format: Literal["json", "text"] = option("json", "json for machines, text for people")
-    stop_timeout_s: float = option(15.0, "how long processes may take to end before they are killed")
+    stop_timeout_s: float = option(30.0, "how long processes may take to end before they are killed")
 
     def __post_init__(self) -> None:
         for name in ("workers", "tokenizers", "tp", "pp"):

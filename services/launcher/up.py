@@ -16,6 +16,7 @@ import uvloop
 from common.config import flag_of
 from common.ids import new_instance_id
 from common.models import ModelNotFound, find_model
+from common.supervision import supervised_environ
 from common.telemetry import set_up_logging
 from services.launcher.config import UpConfig
 from services.launcher.supervisor import Child, ChildBroken, keep_running, kill_all, legato_argv, stop_all
@@ -114,7 +115,7 @@ def _ring_of(config: UpConfig, config_file: str | None) -> _Ring:
     worker += ["--threads", str(config.threads or max(1, (os.cpu_count() or 1) // num_processes))]
 
     def child(name: str, command: str, flags: list[str]) -> Child:
-        return Child(name, legato_argv(command, [*flags, *shared]), {"LEGATO_SUPERVISED": "1"})
+        return Child(name, legato_argv(command, [*flags, *shared]), supervised_environ())
 
     return _Ring(
         scheduler_admin=f"http://{admin_host}:{admin_port}",

@@ -18,7 +18,9 @@ from typing import Any
 import requests
 
 START_TIMEOUT_S = 90.0
-STOP_TIMEOUT_S = 40.0
+STOP_TIMEOUT_S = 70.0
+ORPHAN_TIMEOUT_S = 10.0
+"""For processes of a system that has ended."""
 SETTLE_TIMEOUT_S = 30.0
 HTTP_TIMEOUT_S = 120.0
 
@@ -45,8 +47,12 @@ class System:
             },
         )
         self.printed: list[str] = []
-        for stream, take in ((self.process.stderr, self._take_log), (self.process.stdout, self.printed.append)):
-            threading.Thread(target=_pump, args=(stream, take), daemon=True).start()
+        self._pumps = [
+            threading.Thread(target=_pump, args=(stream, take), daemon=True)
+            for stream, take in ((self.process.stderr, self._take_log), (self.process.stdout, self.printed.append))
+        ]
+        for pump in self._pumps:
+            pump.start()
         self.session = requests.Session()
 
     def wait_ready(self) -> "System":
@@ -60,7 +66,11 @@ class System:
         return False
 
     def stop(self) -> int:
-        """Ctrl-C; the exit status."""
+        """Ctrl-C; the exit status.
+
+        Raises:
+            AssertionError: If a process of the system outlives it.
+        """
         self.session.close()
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
@@ -69,9 +79,9 @@ class System:
         finally:
             self.process.kill()
             self.process.wait()
-            for stream in (self.process.stderr, self.process.stdout):
-                if stream is not None:
-                    stream.close()
+            self._see_all_end()
+            for pump in self._pumps:
+                pump.join()  # Its pipe is at its end, now that nobody holds the other one.
             self._fits.cleanup()
 
     # --- looking inside
@@ -108,6 +118,20 @@ class System:
                 if parent == self.process.pid and (not module or module in command):
                     pids.append(int(entry.name))
         return pids
+
+    def _see_all_end(self) -> None:
+        """Wait until no process of this system is left; kill what does not end.
+
+        Raises:
+            AssertionError: If there was one to kill.
+        """
+        mark = f"LEGATO_FITS={self._fits.name}".encode()
+        try:
+            wait_until(lambda: not _pids_with(mark), ORPHAN_TIMEOUT_S, "every process to end", lambda: _pids_with(mark))
+        finally:
+            for pid in _pids_with(mark):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
     def cpu_seconds(self) -> float:
         """CPU time that the launcher and its children have used."""
@@ -198,6 +222,16 @@ def free_port() -> int:
 
 
 def _pump(stream: Any, take: Any) -> None:
-    with contextlib.suppress(ValueError):  # Closed under us at the end.
+    with stream:
         for line in stream:
             take(line)
+
+
+def _pids_with(mark: bytes) -> dict[int, str]:
+    """Processes that have the mark in their environment, with their commands."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and mark in (entry / "environ").read_bytes().split(b"\0"):
+                found[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
+    return found
