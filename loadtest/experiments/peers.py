@@ -96,18 +96,12 @@ def main() -> int:
             return 2
     with tempfile.TemporaryDirectory() as fits:
         servers = [legato(options.tbt_target_ms, options.flags, fits), *peers]
-        turns: dict[str, list[Measures]] = {server.name: [] for server in servers}
-        for number in range(options.rounds):
-            for server in servers:
-                print(f"round {number + 1}: {server.name}", file=sys.stderr, flush=True)
-                try:
-                    turns[server.name].append(measure(server, options))
-                except PeerBroken as error:
-                    print(f"peers: {error}", file=sys.stderr)
-                    return 1
-                print(turns[server.name][-1], file=sys.stderr, flush=True)
-    found = {name: medians(measured) for name, measured in turns.items()}
+        turns, broken = take_turns(servers, options)
+    if servers[0].name in broken:
+        return 1
+    found = {name: medians(measured) for name, measured in turns.items() if name not in broken}
     document = as_document(found, busy, options)
+    document += "".join(f"\nNot measured: {detail}.\n" for detail in broken.values())
     print(document)
     if options.output:
         options.output.parent.mkdir(parents=True, exist_ok=True)
@@ -115,6 +109,29 @@ def main() -> int:
         content = {name: [asdict(it) for it in measured] for name, measured in turns.items()}
         options.output.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n")
     return 0
+
+
+def take_turns(
+    servers: Sequence[Peer], options: argparse.Namespace
+) -> tuple[dict[str, list[Measures]], dict[str, str]]:
+    """Measure each server once a round; also why those that broke have no more turns. Without ours, nobody has."""
+    turns: dict[str, list[Measures]] = {server.name: [] for server in servers}
+    broken: dict[str, str] = {}
+    for number in range(options.rounds):
+        for server in servers:
+            if server.name in broken:
+                continue
+            print(f"round {number + 1}: {server.name}", file=sys.stderr, flush=True)
+            try:
+                turns[server.name].append(measure(server, options))
+            except PeerBroken as error:
+                print(f"peers: {error}", file=sys.stderr, flush=True)
+                broken[server.name] = str(error)
+                if server is servers[0]:
+                    return turns, broken
+            else:
+                print(turns[server.name][-1], file=sys.stderr, flush=True)
+    return turns, broken
 
 
 def measure(server: Peer, options: argparse.Namespace) -> Measures:

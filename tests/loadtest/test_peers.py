@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from loadtest.experiments.peer_servers import Peer, PeerBroken, memory_bytes, read_peers, running
-from loadtest.experiments.peers import Load, Measures, as_document
+from loadtest.experiments.peers import Load, Measures, as_document, take_turns
 from tests.integration.system import free_port, wait_until
 
 FIGURES = Measures(
@@ -67,6 +67,19 @@ def test_a_server_is_started_loaded_and_gone_with_all_its_processes() -> None:
         with pytest.raises(PeerBroken, match="is taken"), running(server):
             pass
     wait_until(lambda: not running_members(process.pid), 30, "all its processes to end")
+
+
+def test_servers_are_measured_by_turns_and_one_that_breaks_has_no_more_of_them() -> None:
+    early = Peer(name="early", argv=("sh", "-c", "exit 3"), port=free_port())
+    options = argparse.Namespace(rounds=1, injections=1, prompt_len=50, every_s=0.5, tbt_target_ms=60.0, tokenizer=None)
+    turns, broken = take_turns([metronome(free_port()), early], options)
+    (figures,) = turns["metronome"]
+    assert 50 < figures.one_stream_tok_s < 210, "at most a token every 5 ms"
+    assert figures.eight_streams_tok_s > 2 * figures.one_stream_tok_s
+    assert figures.errors == 0
+    assert turns["early"] == []
+    assert list(broken) == ["early"]
+    assert "ended with 3" in broken["early"]
 
 
 def running_members(group: int) -> list[int]:
