@@ -134,6 +134,19 @@ def test_a_short_prompt_is_not_stuck_behind_a_long_one() -> None:
     assert world.finish_iteration() == {"long": 8, "short": 8}
 
 
+@pytest.mark.parametrize("num_short", [1, 5, 14])
+def test_short_prompts_behind_a_long_one_are_read_within_the_stated_bound(num_short: int) -> None:
+    world = World(token_budget=16, num_blocks=1024)
+    world.arrive("long", prompt_len=2000, max_tokens=2)
+    for index in range(num_short):
+        world.arrive(f"short-{index}", prompt_len=16, max_tokens=1)
+    world.finish_iteration()  # It was planned before they came.
+    for _ in range(2 * num_short * 16 // 16):
+        world.finish_iteration()
+
+    assert set(world.terminals) == {f"short-{index}" for index in range(num_short)}
+
+
 def test_a_long_prompt_takes_at_most_twice_as_long_beside_short_ones() -> None:
     world = World(token_budget=16, num_blocks=256, max_running=8)
     world.arrive("long", prompt_len=320, max_tokens=1)
