@@ -1,7 +1,8 @@
 """The terms of an iteration's time, by the rates of the device and the shape of the model.
 
-Source: the p-norm roofline of docs/cost-model.md; linear layers take what reading the weights takes until their
-operations take longer, so a decode batch has room for prefill tokens that cost next to nothing.
+A matrix product takes the p-norm of its bytes' and its operations' time (Device.gemm_norm). Linear layers take what
+reading the weights takes until their operations take longer, so a decode batch has room for prefill tokens that cost
+next to nothing.
 """
 
 from functools import lru_cache

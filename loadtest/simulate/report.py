@@ -62,7 +62,7 @@ def table_of(outcome: Outcome, source: str) -> str:
         f"iterations            {found['iterations']}, mean batch {found['mean_batch']:.1f} rows, device busy "
         f"{100 * found['device_use']:.1f}%",
         f"pipeline bubbles      {100 * found['bubble_share']:.1f}% of the time in which a stage had a plan",
-        f"the target          bound {100 * found['bound_share']:.1f}% of iterations",
+        f"the target            bound {100 * found['bound_share']:.1f}% of iterations",
         f"preemptions           {found['preemptions']}, {found['recomputed_tokens']} tokens to compute again",
         f"KV cache              {100 * kv_use['mean']:.1f}% held on average, {100 * kv_use['max']:.1f}% at most",
         f"prediction            off by {100 * found['prediction_error']:.1f}% on average; margin at the end "

@@ -44,7 +44,10 @@ class Sketch(msgspec.Struct):
         self.most = max(self.most, other.most)
 
     def quantile(self, share: float) -> float | None:
-        """Return the value that this share of all values does not exceed; None of no values. The largest is exact."""
+        """Return the value of rank share * (num_values - 1), rounded down; None of no values. The largest is exact.
+
+        So P999 of fewer than a thousand values is one of those below the largest.
+        """
         if not self.num_values:
             return None
         if share >= 1:

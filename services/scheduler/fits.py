@@ -66,5 +66,6 @@ def save_fit(directory: Path, worker: Worker) -> None:
 
 
 def _path_of(directory: Path, card: WorkerCard) -> Path:
-    key = msgspec.json.encode((card.device, card.dtype, card.attention, card.tensor_parallel, card.shape))
+    layout = (card.tensor_parallel, card.pipeline_parallel)
+    key = msgspec.json.encode((card.device, card.dtype, card.attention, layout, card.shape))
     return directory / f"{card.model.name}-{card.device_kind}-{hashlib.sha256(key).hexdigest()[:12]}.json"

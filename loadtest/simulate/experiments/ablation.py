@@ -51,7 +51,8 @@ def run(lab: Lab) -> Result:
         is_as_claimed=all(order["holds"] for order in orders),
     )
     result.lines += [
-        f"{command_of('ablation')}. Yi-34B on 2 x A100-80 (TP 2), token budget 1024, at most 128 requests running; "
+        f"{command_of('ablation')}. Yi-34B on 2 x A100-80 (TP 2), token budget 1024 (hybrid_only: whole prompts, up to "
+        f"8192 tokens of them or one that is longer), at most 128 requests running; "
         f"{lab.num_requests or NUM_REQUESTS} requests, means of {lab.num_seeds} seeds (least to greatest); "
         f"{lab.data_note}. Times in seconds. Paper: Table 4 of Sarathi-Serve (OSDI 2024), whose load is not stated.",
         "",

@@ -48,6 +48,21 @@ def test_the_margin_holds_the_share_of_late_gaps_whatever_the_noise(
         assert num_late / num_iterations >= 0.7 * late_share
 
 
+def test_the_margin_learns_from_iterations_that_a_deadline_bound_and_from_no_others() -> None:
+    world = World(token_budget=None, num_blocks=512, tbt_target_ns=300 * MS)
+    world.arrive("stream", prompt_len=4, max_tokens=100)
+    margin = world.core.workers[0].margin
+    for _ in range(10):
+        world.finish_iteration()
+    assert margin.num_observed == 0, "in quiet hours nothing is late, and that is no credit"
+    before_ns = margin.ns
+    world.arrive("document", prompt_len=1500)
+    for _ in range(3):
+        world.finish_iteration()
+    assert margin.num_observed > 0
+    assert margin.ns < before_ns
+
+
 def stream(slack_ms: float, context: int = 100) -> Placement:
     """A running stream whose next token is due in slack_ms."""
     world = World(token_budget=None)

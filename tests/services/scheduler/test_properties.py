@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from common.messages.requests import Sampling
-from services.scheduler.events import RequestPreempted
+from services.scheduler.events import Bound, RequestPreempted
 from services.scheduler.policy import POLICIES
 from tests.services.scheduler.world import World, token_at
 
@@ -61,7 +61,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_refusals=10**6,
             plan_timeout_ns=10**18,
         )
-        self.token_budget = token_budget if POLICIES[policy].is_chunked else None
+        self.is_chunked = POLICIES[policy].is_chunked
+        self.token_budget = token_budget if self.is_chunked else None
         self.max_preemptions = max_preemptions
         self.prompts: dict[str, int] = {}
         self.most: dict[str, int] = {}
@@ -139,6 +140,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         for plan in self.world.iterations[self.num_checked :]:
             num_prefill = plan.num_tokens - len(plan.decodes)
             assert self.token_budget is None or num_prefill <= max(self.token_budget - len(plan.decodes), 1)
+            if self.is_chunked and plan.chunks and plan.allowed_ns is not None and plan.bound is not Bound.FLOOR:
+                assert plan.predicted_ns <= plan.allowed_ns
         self.num_checked = len(self.world.iterations)
 
     def teardown(self) -> None:

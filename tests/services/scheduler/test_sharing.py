@@ -110,6 +110,20 @@ def test_requests_go_where_their_prefix_is() -> None:
     assert where == holder
 
 
+def test_a_request_reads_its_prefix_again_elsewhere_when_prompts_keep_its_holder_busy_for_longer() -> None:
+    world = World(num_workers=2, token_budget=64, num_blocks=512)
+    world.arrive("first", prompt_len=41, tokens=[*PREFIX, 1], max_tokens=2)
+    world.drain()
+    (holder,) = {plan.worker_id for plan in world.iterations}
+    world.arrive("document", prompt_len=1000)
+    assert world.iterations[-1].worker_id == holder, "of two idle workers the first"
+    world.arrive("second", prompt_len=41, tokens=[*PREFIX, 2], max_tokens=2)
+    world.drain()
+
+    assert ended(world, "second").num_cached_tokens == 0
+    assert {p.worker_id for p in world.iterations for c in p.chunks if c.request_id == "second"} != {holder}
+
+
 def test_a_short_prompt_is_not_stuck_behind_a_long_one() -> None:
     world = World(token_budget=16, num_blocks=256)
     world.arrive("long", prompt_len=800, max_tokens=2)
@@ -118,6 +132,19 @@ def test_a_short_prompt_is_not_stuck_behind_a_long_one() -> None:
     world.finish_iteration()
 
     assert world.finish_iteration() == {"long": 8, "short": 8}
+
+
+@pytest.mark.parametrize("num_short", [1, 5, 14])
+def test_short_prompts_behind_a_long_one_are_read_within_the_stated_bound(num_short: int) -> None:
+    world = World(token_budget=16, num_blocks=1024)
+    world.arrive("long", prompt_len=2000, max_tokens=2)
+    for index in range(num_short):
+        world.arrive(f"short-{index}", prompt_len=16, max_tokens=1)
+    world.finish_iteration()  # It was planned before they came.
+    for _ in range(2 * num_short * 16 // 16):
+        world.finish_iteration()
+
+    assert set(world.terminals) == {f"short-{index}" for index in range(num_short)}
 
 
 def test_a_long_prompt_takes_at_most_twice_as_long_beside_short_ones() -> None:
