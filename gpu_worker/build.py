@@ -19,6 +19,7 @@ from gpu_worker.forward import make_forward
 from gpu_worker.kernels.library import WeightType, find_kernels
 from gpu_worker.kv_cache import bytes_per_token
 from gpu_worker.loading import LoadedModel, load_model, open_model
+from gpu_worker.memory import give_back_freed
 from gpu_worker.models.config import ModelConfig
 from gpu_worker.models.families import unlike_llama
 from gpu_worker.runner import Runner
@@ -27,7 +28,7 @@ from gpu_worker.threads import num_usable_cores
 
 log = structlog.get_logger()
 
-DEFAULT_NUM_FULL_REQUESTS = 4
+DEFAULT_NUM_FULL_REQUESTS = 3
 """Requests of full length that the KV pool holds unless --kv-tokens says otherwise."""
 DUMMY_SEED = 0
 """Of weights that are drawn at random: the same for every worker, so that one's streams can go on at another."""
@@ -96,8 +97,11 @@ def build(config: WorkerConfig) -> Built:
         is_batch_invariant=backend.is_batch_invariant,
     )
     weight_type = WeightType.INT8 if config.weights == "int8" else None
+    eos_token_ids = model.eos_token_ids
     forward, kv_cache = make_forward(model, backend, spec, limits, weight_type=weight_type)
-    return Built(Runner(forward, kv_cache, model.eos_token_ids, limits.max_num_slots), limits, card)
+    del model
+    give_back_freed()
+    return Built(Runner(forward, kv_cache, eos_token_ids, limits.max_num_slots), limits, card)
 
 
 def _build_cuda(config: WorkerConfig, files: ModelFiles) -> Built:

@@ -75,7 +75,7 @@ class WorkerConfig(ProcessConfig):
     )
     rank_timeout_s: float = option(120.0, "how long ranks wait for each other in one iteration before they give up")
     rank_start_timeout_s: float = option(600.0, "how long rank 0 waits for the others to load their parts")
-    profile_seconds: float = option(3.0, "time for measuring iterations at start-up, more or less")
+    profile_seconds: float = option(2.0, "time for measuring iterations at start-up, more or less")
 
     def __post_init__(self) -> None:
         ProcessConfig.__post_init__(self)  # Not super(): a class with slots is a second class, unknown to super().

@@ -5,6 +5,7 @@ at 12.5 from pages of 2 MiB; pieces of 2 KiB at random places, as KV blocks are,
 """
 
 import contextlib
+import ctypes
 import mmap
 
 import torch
@@ -26,6 +27,12 @@ def huge_zeros(num_bytes: int) -> Tensor:
     whole = torch.frombuffer(region, dtype=torch.uint8)  # Keeps the region.
     offset = -whole.data_ptr() % HUGE_PAGE_BYTES
     return whole[offset : offset + num_bytes]
+
+
+def give_back_freed() -> None:
+    """Return to the system what loading has freed: the C library keeps it, some 200 MB for SmolLM2, for later."""
+    with contextlib.suppress(AttributeError):  # Not glibc.
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 class Arena:

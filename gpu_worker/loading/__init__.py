@@ -1,6 +1,7 @@
 """From files to a model in memory."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from common.models import ModelFiles
 from gpu_worker.errors import UnusableModel
 from gpu_worker.loading.dummy import DummyReader
+from gpu_worker.loading.read_ahead import ReadAhead
 from gpu_worker.loading.source import ModelSource
 from gpu_worker.models.config import ModelConfig
 from gpu_worker.models.decoder import Family, ModelWeights, Reader
@@ -89,39 +91,47 @@ def load_model(
     config = config.served_up_to(served_len)
     _check_shape(config)
     device = torch.device(device)
-    reader: Reader
-    if source.dummy_seed is None:
-        _check_names(source)
-        reader = _Reader(source, dtype, device, copy)
-    else:
-        reader = DummyReader(source.dummy_seed, dtype, device)
     family = source.family
     cosine, sine = (table.to(device) for table in rotation_table(config.rope, config.head_dim, served_len, dtype))
     window_cosine, window_sine = None, None
     if config.window_rope is not None:
         in_window = rotation_table(config.window_rope, config.head_dim, served_len, dtype)
         window_cosine, window_sine = (table.to(device) for table in in_window)
-    embedding = reader.one(_EMBEDDING, (config.vocab_size, config.hidden_size))
-    weights = ModelWeights(
-        embedding=embedding,
-        layers=tuple(family.read_layer(reader, config, _prefix(index)) for index in range(config.num_layers)),
-        final_norm=family.read_norm(reader, _FINAL_NORM, config.hidden_size),
-        head=embedding if config.is_tied else reader.one(_HEAD, (config.vocab_size, config.hidden_size)),
-        cosine=cosine,
-        sine=sine,
-        window_cosine=window_cosine,
-        window_sine=window_sine,
-    )
+    with _reading(source, dtype, device, copy) as reader:
+        embedding = reader.one(_EMBEDDING, (config.vocab_size, config.hidden_size))
+        weights = ModelWeights(
+            embedding=embedding,
+            layers=tuple(family.read_layer(reader, config, _prefix(index)) for index in range(config.num_layers)),
+            final_norm=family.read_norm(reader, _FINAL_NORM, config.hidden_size),
+            head=embedding if config.is_tied else reader.one(_HEAD, (config.vocab_size, config.hidden_size)),
+            cosine=cosine,
+            sine=sine,
+            window_cosine=window_cosine,
+            window_sine=window_sine,
+        )
     return LoadedModel(
         family=family, config=config, weights=weights, eos_token_ids=source.eos_token_ids, max_model_len=served_len
     )
 
 
+@contextmanager
+def _reading(source: ModelSource, dtype: torch.dtype, device: torch.device, copy: Copy) -> Iterator[Reader]:
+    if source.dummy_seed is not None:
+        yield DummyReader(source.dummy_seed, dtype, device)
+        return
+    names = _checked_names(source)
+    if not source.is_coded:
+        yield _Reader(source.read, dtype, device, copy)
+        return
+    with ReadAhead(source.read, names) as read:
+        yield _Reader(read, dtype, device, copy)
+
+
 class _Reader:
     """Reads tensors into their final place and dtype, and checks their shapes."""
 
-    def __init__(self, source: ModelSource, dtype: torch.dtype, device: torch.device, copy: Copy) -> None:
-        self._source = source
+    def __init__(self, read: Callable[[str], Tensor], dtype: torch.dtype, device: torch.device, copy: Copy) -> None:
+        self._read = read
         self._dtype = dtype
         self._device = device
         self._copy = copy
@@ -136,7 +146,7 @@ class _Reader:
         whole = torch.empty(shape, dtype=dtype, device=self._device)
         num_rows = 0
         for name in names:
-            part = self._source.read(name)
+            part = self._read(name)
             if part.shape[1:] != shape[1:] or num_rows + part.shape[0] > shape[0]:
                 raise UnusableModel(f"tensor {name!r} has shape {tuple(part.shape)}; {shape} was expected of {names}")
             self._copy(whole[num_rows : num_rows + part.shape[0]], part)
@@ -150,13 +160,13 @@ class _Names:
     """Notes which tensors a family would read, and reads nothing."""
 
     def __init__(self) -> None:
-        self.names: set[str] = set()
+        self.names: dict[str, None] = {}  # in that order
 
     def one(self, name: str, shape: tuple[int, ...], *, is_wide: bool = False) -> Tensor:
         return self.stacked((name,), shape)
 
     def stacked(self, names: tuple[str, ...], shape: tuple[int, ...]) -> Tensor:
-        self.names.update(names)
+        self.names.update(dict.fromkeys(names))
         return torch.empty(shape, device="meta")
 
 
@@ -171,22 +181,27 @@ def _check_shape(config: ModelConfig) -> None:
         raise UnusableModel(f"rotary embeddings need an even head size; this one is {config.head_dim}")
 
 
-def _check_names(source: ModelSource) -> None:
+def _checked_names(source: ModelSource) -> list[str]:
+    """Return the names of all tensors that will be read, in that order.
+
+    Raises:
+        UnusableModel: If the files have others.
+    """
     config, noted = source.config, _Names()
+    noted.one(_EMBEDDING, ())
     for index in range(config.num_layers):
         source.family.read_layer(noted, config, _prefix(index))
-    expected = noted.names | {_EMBEDDING, _FINAL_NORM}
+    noted.one(_FINAL_NORM, ())
     # A tied model's files may hold the head again; an untied one's must.
-    allowed = expected | {_HEAD}
-    if not config.is_tied:
-        expected = allowed
+    expected = [*noted.names] if config.is_tied else [*noted.names, _HEAD]
     problems = []
-    if missing := sorted(expected - source.tensor_names):
+    if missing := sorted(set(expected) - source.tensor_names):
         problems.append(f"tensors are missing: {_some(missing)}")
-    if unexpected := sorted(source.tensor_names - allowed):
+    if unexpected := sorted(source.tensor_names - {*expected, _HEAD}):
         problems.append(f"tensors are unexpected: {_some(unexpected)}")
     if problems:
         raise UnusableModel("; ".join(problems))
+    return expected
 
 
 def _some(names: list[str]) -> str:

@@ -64,6 +64,7 @@ def open_gguf(path: Path) -> ModelSource:
         eos_token_ids=eos_token_ids,
         tensor_names=present,
         read=read,
+        is_coded=True,
     )
 
 

@@ -21,6 +21,7 @@ class ModelSource:
     read_part: Callable[[str, slice, slice], Tensor] | None = (
         None  # the same of some rows and columns, where a file can
     )
+    is_coded: bool = False  # reading computes, so that several threads are faster; read may be called by several
     dummy_seed: int | None = None  # weights are drawn at random by it instead, and nothing is read
 
     def part(self, name: str, *, rows: range | None = None, columns: range | None = None) -> Tensor:

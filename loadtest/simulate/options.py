@@ -16,7 +16,10 @@ class SimulateOptions:
     """One simulated system and its load."""
 
     device: str = option("a100-80", "a100-80, h100, h200, cpu, or a JSON file with a worker's saved fit")
-    model: str = option("mistral-7b", "mistral-7b, yi-34b, llama2-70b, falcon-180b, or a Hugging Face config.json")
+    model: str = option(
+        "",
+        "mistral-7b (the default), yi-34b, llama2-70b, falcon-180b, or a Hugging Face config.json; a fit has its own",
+    )
     tp: int = option(1, "devices that share each layer")
     pp: int = option(1, "stages of a pipeline, each tp devices")
     truth: Literal["roofline", "tables"] = option("roofline", "how long iterations really take: see docs/simulator.md")
@@ -40,7 +43,7 @@ class SimulateOptions:
     max_batched_tokens: int = option(8192, "tokens of whole prompts in one iteration, for policies that do not chunk")
     max_chunk_tokens: int = option(16384, "tokens that a worker computes in one iteration, at most")
     overcommit: float = option(1.0, "of a worker's KV cache, what the expected lengths of its requests may add up to")
-    prefix_cache: bool = option(True, "as the scheduler's; prompts of the simulator share no prefixes")
+    prefix_cache: bool = option(False, "look for prefixes, which takes time; prompts of the simulator share none")
     workload: str = option("sharegpt", "sharegpt, arxiv, a CSV trace, or a built-in one such as azure_2023_conv")
     traces: Path | None = option(None, "folder with the traces of sharegpt and arxiv; else their lengths are drawn")
     arrivals: ArrivalKind = option("poisson", "when requests arrive; trace: as a CSV trace has it")
@@ -60,6 +63,10 @@ class SimulateOptions:
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
             raise ValueError(f"--policy is {self.policy!r}; known: {', '.join(POLICIES)}")
+        for name in ("traces", "profiles"):
+            folder = getattr(self, name)
+            if folder is not None and not folder.is_dir():
+                raise ValueError(f"--{name} is {folder}; there is no such folder")
         above_zero = (
             *("tp", "pp", "slowdown", "workers", "block_size", "tbt_target_ms", "max_running", "max_waiting"),
             *("queue_timeout_s", "max_batched_tokens", "max_chunk_tokens", "overcommit", "burstiness", "requests"),

@@ -26,6 +26,7 @@ from services.scheduler.core import SchedulerCore
 from services.scheduler.events import WorkerJoined
 from services.scheduler.limits import Limits
 
+DEFAULT_MODEL = "mistral-7b"
 MEMORY_SHARE = 0.9
 """Of a device's memory, what weights and KV cache may take; the rest is for activations and the runtime."""
 MAX_SCATTER = 20_000
@@ -118,7 +119,7 @@ def limits_of(options: SimulateOptions) -> Limits:
 def hardware_of(options: SimulateOptions) -> Hardware:
     """Raises ValueError for an unknown device or model."""
     if options.device in DEVICES:
-        shape = shape_of(options.model)
+        shape = shape_of(options.model or DEFAULT_MODEL)
         return Hardware(
             device=DEVICES[options.device], shape=shape, tensor_parallel=options.tp, pipeline_parallel=options.pp
         )
@@ -133,6 +134,10 @@ def hardware_of(options: SimulateOptions) -> Hardware:
         raise ValueError(f"--device {path.name}: no figures for its device kind {saved.device_kind!r}")
     if options.truth == "tables":
         raise ValueError("--truth tables and a saved fit: choose one")
+    if options.model:
+        raise ValueError(f"--model {options.model}: the fit {path.name} is of a model of its own")
+    if options.tp not in (1, saved.tensor_parallel):
+        raise ValueError(f"--tp is {options.tp}; the fit {path.name} is of {saved.tensor_parallel}")
     return Hardware(
         device=DEVICES[saved.device_kind],
         shape=saved.shape,

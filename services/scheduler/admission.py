@@ -23,6 +23,7 @@ def refusal_of(
     limits: Limits,
     *,
     num_waiting: int,
+    num_before: int,
     capacity: int | None,
     predicted_wait_ns: int,
     allowed_wait_ns: int,
@@ -33,6 +34,7 @@ def refusal_of(
         arrived: The request.
         limits: The operator's bounds.
         num_waiting: Requests in the queue.
+        num_before: Those of them that would begin before it.
         capacity: Tokens that the largest worker holds; None while there is no worker.
         predicted_wait_ns: How long it would wait, as far as can be said.
         allowed_wait_ns: How long it may.
@@ -48,12 +50,12 @@ def refusal_of(
         return Refusal(
             RejectReason.QUEUE_FULL,
             f"{num_waiting} requests are waiting, as many as may",
-            retry_after_s=max(LEAST_RETRY_AFTER_S, predicted_wait_ns / num_waiting / 1e9),
+            retry_after_s=max(LEAST_RETRY_AFTER_S, predicted_wait_ns / max(1, num_before) / 1e9),
         )
     if predicted_wait_ns > allowed_wait_ns:
         return Refusal(
             RejectReason.QUEUE_FULL,
-            f"{num_waiting} requests are waiting: it would take {predicted_wait_ns / 1e9:.1f} s until this one begins, "
+            f"{num_before} requests go before it: it would begin in {predicted_wait_ns / 1e9:.1f} s, "
             f"and it may wait {allowed_wait_ns / 1e9:.1f} s",
             retry_after_s=max(LEAST_RETRY_AFTER_S, (predicted_wait_ns - allowed_wait_ns) / 1e9),
         )

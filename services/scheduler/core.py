@@ -119,9 +119,11 @@ class SchedulerCore:
         """Requests that have not been told their end."""
         return len(self._requests)
 
-    def predicted_wait_ns(self) -> int:
-        """How long a request that came now would wait before it begins, as far as can be said."""
-        return self._waiting.predicted_wait_ns(sum(worker.prefill_tokens_per_s for worker in self._workers.values()))
+    def predicted_wait_ns(self, num_before: int | None = None) -> int:
+        """How long a request with so many before it, or all that wait, will wait before it begins, as far as can be
+        said."""
+        tokens_per_s = sum(worker.prefill_tokens_per_s for worker in self._workers.values())
+        return self._waiting.predicted_wait_ns(tokens_per_s, len(self._waiting) if num_before is None else num_before)
 
     def budget(self, worker: Worker, now_ns: int) -> Budget:
         """What the worker's next iteration may hold, and why. Changes nothing."""
@@ -170,12 +172,14 @@ class SchedulerCore:
         allowed_wait_ns = self._limits.queue_timeout_ns
         if arrived.deadline_ms is not None:
             allowed_wait_ns = min(allowed_wait_ns, int(arrived.deadline_ms * 1e6))
+        num_before = self._waiting.num_before(arrived.priority)
         refusal = refusal_of(
             arrived,
             self._limits,
             num_waiting=len(self._waiting),
+            num_before=num_before,
             capacity=max((worker.capacity for worker in self._workers.values()), default=None),
-            predicted_wait_ns=self.predicted_wait_ns(),
+            predicted_wait_ns=self.predicted_wait_ns(num_before),
             allowed_wait_ns=allowed_wait_ns,
         )
         if arrived.request_id in self._requests:

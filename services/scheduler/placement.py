@@ -1,6 +1,6 @@
 """Which worker takes a waiting request: one queue for all, bound when a worker has room."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from services.scheduler.kv.blocks import Match
@@ -10,6 +10,10 @@ from services.scheduler.worker import Worker
 
 OUTPUT_LEN_SHARE = 0.02
 """Weight of the newest output in the mean length."""
+MAX_OVERTAKEN = 8
+"""Requests that may begin before one for which there is no room; then room is kept for it."""
+MAX_LOOK_PAST = 4
+"""Requests without room that a plan looks past, to find one that has."""
 
 
 @dataclass(slots=True)
@@ -51,6 +55,33 @@ class Placer:
         if self._mean_output_len is None:
             self._mean_output_len = float(num_output_tokens)
         self._mean_output_len += OUTPUT_LEN_SHARE * (num_output_tokens - self._mean_output_len)
+
+    def to_begin(
+        self, worker: Worker, workers: Collection[Worker], waiting: Iterable[Request]
+    ) -> Iterator[tuple[Request, Fit]]:
+        """Waiting requests that the worker should begin, in their order, as far as it has room for them beside those
+        that were asked for already.
+
+        One for which no worker has room does not keep those of its priority waiting that come after it and need less.
+        """
+        about = AboutToBegin(worker)
+        passed: list[Request] = []
+        for request in waiting:
+            if passed and (request.arrived.priority != passed[0].arrived.priority or len(passed) == MAX_LOOK_PAST):
+                return
+            if not any(self.can_ever_hold(other, request) for other in workers):
+                continue  # It came before the worker that could hold it was lost, and blocks nobody meanwhile.
+            fit = self.best(workers, request, about)
+            if fit is None and _may_be_passed(request):
+                passed.append(request)
+                continue
+            if fit is None or fit.worker is not worker:
+                return
+            about.num_requests += 1
+            about.num_blocks += fit.num_blocks
+            about.num_expected_tokens += fit.num_expected_tokens
+            about.num_prefill_tokens += len(request.token_ids) - fit.num_cached_tokens
+            yield request, fit
 
     def best(self, workers: Iterable[Worker], request: Request, about: AboutToBegin) -> Fit | None:
         """The worker that would bring the request's first token soonest; None while none has room.
@@ -117,3 +148,8 @@ class Placer:
         num_to_read = len(request.token_ids) - fit.num_cached_tokens
         num_before = fit.worker.num_prefill_tokens_due() + taken.num_prefill_tokens
         return num_to_read + num_before, len(fit.worker.running) + taken.num_requests, fit.worker.order
+
+
+def _may_be_passed(request: Request) -> bool:
+    """Not one that was preempted: somebody waits for its next token."""
+    return request.first_planned_ns is None and request.num_overtaken < MAX_OVERTAKEN

@@ -65,9 +65,7 @@ class Planner:
             )
         room, decoding = self._room(worker, micro_batch, start_ns, running.decoding)
         batch = Batch(worker.predict_ns, room)
-        self._policy.fill(
-            batch, Running(decoding=decoding, prefilling=running.prefilling), self._admissible(worker, room)
-        )
+        self._policy.fill(batch, Running(decoding=decoding, prefilling=running.prefilling), self._admissible(worker))
         if not batch.decodes and not batch.chunks:
             return None
         return self._commit(worker, micro_batch, batch, now_ns, start_ns)
@@ -143,23 +141,12 @@ class Planner:
                 decoding.append(placement)
         return Running(decoding=decoding, prefilling=prefilling)
 
-    def _admissible(self, worker: Worker, room: Room) -> Iterator[Candidate]:
-        """Waiting requests that this worker should begin, by rank, as far as it has room for them beside those that it
-        was asked for already."""
-        about = AboutToBegin(worker)
-        for request in self._waiting:
-            if not any(self.placer.can_ever_hold(other, request) for other in self._workers.values()):
-                continue  # It came before the worker that could hold it was lost, and blocks nobody meanwhile.
-            best = self.placer.best(self._workers.values(), request, about)
-            if best is None or best.worker is not worker:
-                return
-            num_tokens = len(request.token_ids) - best.num_cached_tokens
-            about.num_requests += 1
-            about.num_blocks += best.num_blocks
-            about.num_expected_tokens += best.num_expected_tokens
-            about.num_prefill_tokens += num_tokens
+    def _admissible(self, worker: Worker) -> Iterator[Candidate]:
+        """Waiting requests that this worker should begin."""
+        for request, fit in self.placer.to_begin(worker, self._workers.values(), self._waiting):
+            num_tokens = len(request.token_ids) - fit.num_cached_tokens
             most = min(worker.card.max_chunk_tokens, _most_of(request))
-            yield Candidate(request, None, best.num_cached_tokens, min(num_tokens, most))
+            yield Candidate(request, None, fit.num_cached_tokens, min(num_tokens, most))
 
     # --- taking it
 
@@ -231,7 +218,7 @@ class Planner:
         return plan
 
     def _place(self, request: Request, worker: Worker, now_ns: int) -> Placement:
-        self._waiting.remove(request)
+        self._waiting.take(request)
         self._waiting.note_start(now_ns)
         insort(worker.running, request, key=_rank)
         slot = worker.take_slot()

@@ -73,6 +73,7 @@ class Request:
     placement: Placement | None = None
     first_planned_ns: int | None = None
     num_cached_tokens: int = 0  # found in the prefix cache when it first began
+    num_overtaken: int = 0  # requests that came, or come, after it and began before it
     num_preemptions: int = 0
     num_losses: int = 0  # workers lost under it
     interruption: "Interruption | None" = None  # it streamed, lost its place, and has had no token since

@@ -1,6 +1,6 @@
 """The queue: requests without a worker, in the order in which they should begin."""
 
-from bisect import insort
+from bisect import bisect_right, insort
 from collections.abc import Iterator
 
 from services.scheduler.request import Request
@@ -33,8 +33,16 @@ class WaitingQueue:
         self._num_tokens += len(request.token_ids)
 
     def remove(self, request: Request) -> None:
-        """Take out a request that ends, or begins."""
+        """Take out a request that ends."""
         self._requests.remove(request)
+        self._num_tokens -= len(request.token_ids)
+
+    def take(self, request: Request) -> None:
+        """Take out a request that begins. Those before it are overtaken."""
+        index = self._requests.index(request)
+        for other in self._requests[:index]:
+            other.num_overtaken += 1
+        del self._requests[index]
         self._num_tokens -= len(request.token_ids)
 
     def note_start(self, now_ns: int) -> None:
@@ -46,11 +54,18 @@ class WaitingQueue:
             self._mean_start_gap_ns += START_GAP_SHARE * (gap_ns - self._mean_start_gap_ns)
         self._last_start_ns = now_ns if self._requests else None
 
-    def predicted_wait_ns(self, prefill_tokens_per_s: float) -> int:
-        """How long a request that comes now will wait: until the prompts before it are read, or until as many requests
+    def num_before(self, priority: int) -> int:
+        """How many would begin before a request of this priority that comes now."""
+        return bisect_right(self._requests, priority, key=lambda request: request.arrived.priority)
+
+    def predicted_wait_ns(self, prefill_tokens_per_s: float, num_before: int) -> int:
+        """How long a request with so many before it will wait: until their prompts are read, or until as many requests
         have begun at the pace at which they did of late, whichever is longer. 0 while nothing is known."""
-        by_tokens = self._num_tokens * 1e9 / prefill_tokens_per_s if prefill_tokens_per_s else 0.0
-        by_starts = len(self._requests) * (self._mean_start_gap_ns or 0.0)
+        num_tokens = self._num_tokens
+        if num_before < len(self._requests):
+            num_tokens = sum(len(request.token_ids) for request in self._requests[:num_before])
+        by_tokens = num_tokens * 1e9 / prefill_tokens_per_s if prefill_tokens_per_s else 0.0
+        by_starts = num_before * (self._mean_start_gap_ns or 0.0)
         return int(max(by_tokens, by_starts))
 
 

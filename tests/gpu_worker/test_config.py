@@ -52,10 +52,10 @@ def test_options_that_do_not_fit_together_are_refused_with_both_values(options: 
         config(**options)
 
 
-def test_a_pool_without_a_size_holds_four_requests_of_full_length(tmp_path: Path) -> None:
+def test_a_pool_without_a_size_holds_three_requests_of_full_length(tmp_path: Path) -> None:
     tiny_llama(tmp_path)
     card = build(config(model=str(tmp_path), threads=1)).card
-    assert card.num_blocks * card.block_size == 4 * 1024
+    assert card.num_blocks * card.block_size == 3 * 1024
     assert card.model.name == tmp_path.name
 
 

@@ -126,6 +126,8 @@ def test_capacity_prints_a_rate_with_its_range(tmp_path: Path, capsys: pytest.Ca
         (["--seed", "1,2", "--log", "log.txt"], "--log takes one seed"),
         (["--noise", "1.5"], "--noise is 1.5"),
         (["--workload", "sharegpt", "--arrivals", "trace"], "no arrivals"),
+        (["--traces", "nowhere"], "--traces is nowhere; there is no such folder"),
+        (["--profiles", "nowhere"], "--profiles is nowhere; there is no such folder"),
     ],
 )
 def test_what_cannot_be_simulated_is_refused_in_one_line(
