@@ -19,7 +19,7 @@ from gpu_worker.forward import make_forward
 from gpu_worker.kernels.library import WeightType, find_kernels
 from gpu_worker.kv_cache import bytes_per_token
 from gpu_worker.loading import LoadedModel, load_model, open_model
-from gpu_worker.memory import give_back_freed
+from gpu_worker.memory import give_back_freed, take_pages_of
 from gpu_worker.models.config import ModelConfig
 from gpu_worker.models.families import unlike_llama
 from gpu_worker.runner import Runner
@@ -101,6 +101,7 @@ def build(config: WorkerConfig) -> Built:
     forward, kv_cache = make_forward(model, backend, spec, limits, weight_type=weight_type)
     del model
     give_back_freed()
+    take_pages_of((*kv_cache.keys, *kv_cache.values))
     return Built(Runner(forward, kv_cache, eos_token_ids, limits.max_num_slots), limits, card)
 
 

@@ -7,6 +7,10 @@ at 12.5 from pages of 2 MiB; pieces of 2 KiB at random places, as KV blocks are,
 import contextlib
 import ctypes
 import mmap
+import os
+import sys
+import threading
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -14,6 +18,9 @@ from torch import Tensor
 HUGE_PAGE_BYTES = 2 << 20
 REGION_BYTES = 64 << 20
 """An arena's regions; memory is taken as pages are first written, so the end of the last one costs nothing."""
+MADV_POPULATE_WRITE = 23
+"""Takes pages as if they were written, and leaves in them what is there."""
+LEAST_PRIORITY = 19
 ALIGNMENT = 64
 """A cache line, and a vector of any instruction set."""
 
@@ -27,6 +34,33 @@ def huge_zeros(num_bytes: int) -> Tensor:
     whole = torch.frombuffer(region, dtype=torch.uint8)  # Keeps the region.
     offset = -whole.data_ptr() % HUGE_PAGE_BYTES
     return whole[offset : offset + num_bytes]
+
+
+def take_pages_of(memory: Iterable[Tensor]) -> threading.Thread:
+    """Take the pages of huge_zeros before anybody writes there, in a thread that runs when no other wants the core.
+
+    Who writes to a page first waits for it, and the layers of a KV pool come to their next pages in the same iteration:
+    60 of 2 MiB for SmolLM2, which take 240 ms on a virtual machine that must ask its host for memory.
+    """
+    # The whole region of each, whatever part and order of dimensions the tensor shows of it.
+    regions = [tensor.untyped_storage() for tensor in memory]
+    thread = threading.Thread(target=_take_pages, args=(regions,), name="pages", daemon=True)
+    thread.start()
+    return thread
+
+
+def _take_pages(regions: list[torch.UntypedStorage]) -> None:
+    if sys.platform != "linux":
+        return
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LEAST_PRIORITY)
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    # A piece of each in turn: what is used first lies at the beginning.
+    for offset in range(0, max((region.nbytes() for region in regions), default=0), HUGE_PAGE_BYTES):
+        for region in regions:
+            num_bytes = min(HUGE_PAGE_BYTES, region.nbytes() - offset)
+            if num_bytes > 0 and madvise(region.data_ptr() + offset, num_bytes, MADV_POPULATE_WRITE) != 0:
+                return  # A kernel before 5.14, or no memory left: pages are taken when first written.
 
 
 def give_back_freed() -> None:

@@ -17,6 +17,7 @@ from gpu_worker.build import card_of, choose_dtype, name_of, num_kv_blocks
 from gpu_worker.config import WorkerConfig
 from gpu_worker.kv_cache import KvCache
 from gpu_worker.loading import LoadedModel, load_model, open_model
+from gpu_worker.memory import take_pages_of
 from gpu_worker.models.config import ModelConfig
 from gpu_worker.parallel.forward import StageForward
 from gpu_worker.parallel.group import Group
@@ -105,6 +106,8 @@ def assemble(config: WorkerConfig, layout: Layout, part: Part, num_blocks: int, 
         head_dim=spec.head_dim,
         dtype=spec.dtype,
     )
+    if config.device == "cpu":
+        take_pages_of((*kv_cache.keys, *kv_cache.values))
     forward = StageForward(layout, group, model, kv_cache, part.backend, spec, part.whole.vocab_size)
     card = card_of(
         config,
