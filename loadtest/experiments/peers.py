@@ -207,11 +207,12 @@ def medians(measured: Sequence[Measures]) -> Measures:
 def as_document(found: dict[str, Measures], busy: float, options: argparse.Namespace) -> str:
     """The table, with what a reader needs to repeat it."""
     ours, *others = found
+    rounds = "one round" if options.rounds == 1 else f"medians of {options.rounds} rounds"
     lines = [
         "# Beside other servers",
         "",
         f"{datetime.date.today()}, {cpu_name()}, {os.cpu_count()} cores; other processes used {busy:.2f} cores at the "
-        f"start. SmolLM2-135M-Instruct; medians of {options.rounds} rounds by turns. One and eight streams: prompts of "
+        f"start. SmolLM2-135M-Instruct; {rounds} by turns. One and eight streams: prompts of "
         f"{PROMPT_LEN} tokens, answers of {OUTPUT_LEN}. Four streams decode while {options.injections} prompts of "
         f"{options.prompt_len} tokens come, one every {options.every_s:g} s; Legato's TBT target is "
         f"{options.tbt_target_ms:g} ms. In brackets: Legato's advantage, above 1 where it is ahead.",
