@@ -30,8 +30,7 @@ setup: .venv/installed
 
 .venv/installed: pyproject.toml Makefile
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --no-compile "$(TORCH)"
-	$(BIN)/pip install --quiet --no-compile --editable ".[gateway,tokenizer,worker,load,tracing,dev]"
+	$(BIN)/pip install --quiet --no-compile "$(TORCH)" --editable ".[gateway,tokenizer,worker,load,tracing,dev]"
 	@touch $@
 
 serve: setup
