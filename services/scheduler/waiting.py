@@ -33,17 +33,17 @@ class WaitingQueue:
         self._num_tokens += len(request.token_ids)
 
     def remove(self, request: Request) -> None:
-        """Take out a request that ends."""
+        """Take out a request that ends, or begins (see take)."""
         self._requests.remove(request)
         self._num_tokens -= len(request.token_ids)
 
     def take(self, request: Request) -> None:
         """Take out a request that begins. Those before it are overtaken."""
-        index = self._requests.index(request)
-        for other in self._requests[:index]:
+        for other in self._requests:
+            if other is request:
+                break
             other.num_overtaken += 1
-        del self._requests[index]
-        self._num_tokens -= len(request.token_ids)
+        self.remove(request)
 
     def note_start(self, now_ns: int) -> None:
         """A request left the queue for a worker."""

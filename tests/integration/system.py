@@ -81,7 +81,8 @@ class System:
             self.process.wait()
             self._see_all_end()
             for pump in self._pumps:
-                pump.join()  # Its pipe is at its end, now that nobody holds the other one.
+                pump.join(ORPHAN_TIMEOUT_S)
+                assert not pump.is_alive(), "somebody holds a pipe of a system that has ended"
             self._fits.cleanup()
 
     # --- looking inside
