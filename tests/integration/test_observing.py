@@ -47,8 +47,9 @@ def observed(recordings: Path) -> Iterator[System]:
 
 @contextlib.contextmanager
 def streaming(system: System, num_streams: int = 3) -> Iterator[None]:
-    """Streams that go on until the block ends."""
+    """Streams that go on until the block ends. Each has had text when it begins: the gateway knows that they run."""
     stop = threading.Event()
+    have_text = [threading.Event() for _ in range(num_streams)]
 
     def stream(index: int) -> None:
         while not stop.is_set():
@@ -56,7 +57,9 @@ def streaming(system: System, num_streams: int = 3) -> Iterator[None]:
             with requests.post(
                 f"{system.url}/v1/completions", json=body, headers=AUTHORIZED, stream=True, timeout=HTTP_TIMEOUT_S
             ) as answer:
-                for _ in answer.iter_lines():
+                for line in answer.iter_lines(chunk_size=1):
+                    if line.startswith(b"data: "):
+                        have_text[index].set()
                     if stop.is_set():
                         break
 
@@ -64,7 +67,7 @@ def streaming(system: System, num_streams: int = 3) -> Iterator[None]:
     for thread in threads:
         thread.start()
     try:
-        wait_until(lambda: system.metric("scheduler", "legato_scheduler_requests_running") > 0, 30, "streams")
+        wait_until(lambda: all(event.is_set() for event in have_text), 60, "streams")
         yield
     finally:
         stop.set()
