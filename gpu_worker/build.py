@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import structlog
 import torch
@@ -25,6 +26,9 @@ from gpu_worker.models.families import unlike_llama
 from gpu_worker.runner import Runner
 from gpu_worker.slots import DEFAULT_BLOCK_SIZE, Limits
 from gpu_worker.threads import num_usable_cores
+
+if TYPE_CHECKING:
+    from gpu_worker.cuda.device import CudaDevice
 
 log = structlog.get_logger()
 
@@ -55,7 +59,7 @@ def build(config: WorkerConfig) -> Built:
     files = find_model(config.model)
     if config.device == "cuda":
         return _build_cuda(config, files)
-    source = open_model(files, dummy_seed=_dummy_seed(config))
+    source = open_model(files, dummy_seed=dummy_seed_of(config))
     block_size = config.block_size or DEFAULT_BLOCK_SIZE
     shape = source.config.served_up_to(config.max_model_len or source.config.max_model_len)
     difference = unlike_llama(source.family, shape)
@@ -113,22 +117,16 @@ def _build_cuda(config: WorkerConfig, files: ModelFiles) -> Built:
     """
     # Here, not above: nothing of it is needed on a CPU.
     from gpu_worker.cuda.build import PoolOptions, build_runner, device_dtype  # noqa: PLC0415
-    from gpu_worker.cuda.device import CudaDevice  # noqa: PLC0415
     from gpu_worker.cuda.operations import InvariantOperations, TritonOperations  # noqa: PLC0415
     from gpu_worker.cuda.staging import Staging  # noqa: PLC0415
 
     if config.weights != "dtype":
         raise BackendUnavailable(f"--weights {config.weights} is for CPUs so far: it needs the native kernels")
-    source = open_model(files, dummy_seed=_dummy_seed(config))
+    source = open_model(files, dummy_seed=dummy_seed_of(config))
     shape = source.config.served_up_to(config.max_model_len or source.config.max_model_len)
     if config.deterministic and (difference := unlike_llama(source.family, shape)):
         raise BackendUnavailable(f"--deterministic on CUDA is for layers like Llama's; this model has {difference}")
-    if not torch.cuda.is_available() or config.device_index >= torch.cuda.device_count():
-        raise BackendUnavailable(
-            f"--device cuda: torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices, "
-            f"--device-index is {config.device_index}"
-        )
-    device = CudaDevice(config.device_index)
+    device = open_cuda(config)
     dtype = device_dtype(config.dtype)
     spec = AttentionSpec.of(shape, device=str(device.torch_device), dtype=dtype, block_size=config.block_size)
     # Before the weights: a refusal should not take minutes.
@@ -171,6 +169,22 @@ def _build_cuda(config: WorkerConfig, files: ModelFiles) -> Built:
     return Built(runner, limits, card)
 
 
+def open_cuda(config: WorkerConfig) -> "CudaDevice":
+    """Make the CUDA device that config names this thread's current one, and return it.
+
+    Raises:
+        BackendUnavailable: If there is none.
+    """
+    from gpu_worker.cuda.device import CudaDevice  # noqa: PLC0415  # As above.
+
+    if not torch.cuda.is_available() or config.device_index >= torch.cuda.device_count():
+        raise BackendUnavailable(
+            f"--device cuda: torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices, "
+            f"--device-index is {config.device_index}"
+        )
+    return CudaDevice(config.device_index)
+
+
 def card_of(
     config: WorkerConfig,
     name: str,
@@ -210,7 +224,8 @@ def card_of(
     )
 
 
-def _dummy_seed(config: WorkerConfig) -> int | None:
+def dummy_seed_of(config: WorkerConfig) -> int | None:
+    """Return the seed that weights are drawn by; None if they are read."""
     return DUMMY_SEED if config.load_format == "dummy" else None
 
 

@@ -19,7 +19,7 @@ class WorkerConfig(ProcessConfig):
     device: Literal["cpu", "cuda", "simulated"] = option(
         "cpu", "device that runs the model; simulated only takes its time"
     )
-    device_index: int = option(0, "which CUDA device")
+    device_index: int = option(0, "which CUDA device; the ranks that this process starts take the next ones")
     profile: str | None = option(
         None, "which device and model a simulated one takes the time of, such as a100-mistral-7b"
     )
@@ -137,12 +137,17 @@ class WorkerConfig(ProcessConfig):
             raise ValueError(f"--rank is {self.rank}, which needs --rank-address")
         if self.num_ranks == 1:
             return
+        is_cuda = self.device == "cuda"
         for flag, value, served in (
-            ("--device", self.device, ("cpu",)),
-            ("--attention-backend", self.attention_backend, ("auto", "cpu", "reference")),
+            ("--device", self.device, ("cpu", "cuda")),
+            (
+                "--attention-backend",
+                self.attention_backend,
+                ("auto", *(("flash_attn", "fa3", "fa2", "triton", "torch") if is_cuda else ("cpu", "reference"))),
+            ),
             ("--weights", self.weights, ("dtype",)),
             ("--deterministic", self.deterministic, (False,)),
-            ("--load-format", self.load_format, ("auto",)),
+            ("--load-format", self.load_format, ("auto", "dummy") if is_cuda else ("auto",)),
         ):
             if value not in served:
                 raise ValueError(

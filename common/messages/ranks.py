@@ -9,13 +9,11 @@ class RankReady(Message, frozen=True, kw_only=True):
     """A rank has loaded its part of the model. To rank 0, once."""
 
     settings: str  # what all ranks must have in common, for people; compared with rank 0's own
-    num_blocks: int  # KV blocks that it has memory for
 
 
 class RankStart(Message, frozen=True, kw_only=True):
-    """All ranks are ready: meet, and allocate. From rank 0, once."""
+    """All ranks are ready: meet, agree on the size of the KV pool, and allocate. From rank 0, once."""
 
-    num_blocks: int  # KV blocks of every rank: what the poorest has memory for
     store: str  # where ranks find each other: file://PATH on one machine, tcp://HOST:PORT on several
 
 

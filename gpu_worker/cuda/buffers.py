@@ -57,7 +57,7 @@ class SlotState:
 
     def update(self, rows: Sequence[Row]) -> None:
         """Bring the slots of these rows up to date: requests that are new in theirs, and tables that have grown."""
-        new = [row.resident for row in rows if self._residents.get(row.resident.slot) is not row.resident]
+        new = [row.resident for row in rows if not self.holds(row.resident)]
         for resident in new:
             self._introduce(resident)
         places: list[int] = []
@@ -72,6 +72,10 @@ class SlotState:
         if blocks:
             uploaded = self._device.upload(torch.tensor([places, blocks], dtype=torch.int64))
             self.tables.view(-1).index_copy_(0, uploaded[0], uploaded[1].int())
+
+    def holds(self, resident: Resident) -> bool:
+        """Return whether a request is the one that its slot was last brought up to date for."""
+        return self._residents.get(resident.slot) is resident
 
     def buffers(self) -> tuple[Tensor, ...]:
         """Return what graphs read and write."""

@@ -17,6 +17,7 @@ from gpu_worker.cuda.pool import GRAPH_RESERVE_BYTES, MemoryFacts, num_blocks
 from gpu_worker.cuda.runner import CudaRunner
 from gpu_worker.kv_cache import KvCache, bytes_per_token
 from gpu_worker.loading import LoadedModel
+from gpu_worker.parallel.group import Group
 from gpu_worker.slots import Limits, Resident, Row
 
 log = structlog.get_logger()
@@ -39,11 +40,14 @@ def build_runner(
     spec: AttentionSpec,
     limits: Limits,
     options: PoolOptions,
+    group: Group | None = None,
 ) -> tuple[CudaRunner, Limits]:
     """Size the KV pool, allocate it, and capture graphs. limits.num_blocks is not looked at.
 
+    Ranks of one group do so together, each with its own shard; limits.vocab_size is the whole model's.
+
     Returns:
-        The runner, and limits with the number of blocks that plans may use.
+        The runner, and limits with the number of blocks that plans may use, on every rank.
 
     Raises:
         UnusableModel: If the pool would not hold a request of full length; with the numbers.
@@ -56,20 +60,19 @@ def build_runner(
         dtype=spec.dtype,
     )
     reserve_bytes = GRAPH_RESERVE_BYTES if options.has_graphs else 0
-    facts = measure_largest(device, model, backend, operations, spec, limits)
-    limits = replace(
-        limits,
-        num_blocks=num_blocks(
-            facts,
-            memory_share=options.memory_share,
-            block_bytes=token_bytes * limits.block_size,
-            block_size=limits.block_size,
-            max_model_len=limits.max_model_len,
-            kv_tokens=options.kv_tokens,
-            reserve_bytes=reserve_bytes,
-        ),
+    group = group or Group.alone(device.torch_device)
+    facts = measure_largest(device, model, backend, operations, spec, limits, group)
+    affordable = num_blocks(
+        facts,
+        memory_share=options.memory_share,
+        block_bytes=token_bytes * limits.block_size,
+        block_size=limits.block_size,
+        max_model_len=limits.max_model_len,
+        kv_tokens=options.kv_tokens,
+        reserve_bytes=reserve_bytes,
     )
-    runner = new_runner(device, model, backend, operations, spec, limits)
+    limits = replace(limits, num_blocks=group.least("num-blocks", affordable))
+    runner = new_runner(device, model, backend, operations, spec, limits, group)
     before, _ = device.free_bytes()
     warm_up_s = runner.warm_up(has_graphs=options.has_graphs)
     after, _ = device.free_bytes()
@@ -92,6 +95,7 @@ def new_runner(
     operations: Operations,
     spec: AttentionSpec,
     limits: Limits,
+    group: Group | None = None,
 ) -> CudaRunner:
     """Return a runner with a KV pool of limits.num_blocks, and one more for what fills up a graph's batch."""
     kv_cache = KvCache.allocate(
@@ -103,7 +107,7 @@ def new_runner(
         dtype=spec.dtype,
         device=device.torch_device,
     )
-    return CudaRunner(device, model, kv_cache, backend, operations, limits)
+    return CudaRunner(device, model, kv_cache, backend, operations, limits, group)
 
 
 def measure_largest(
@@ -113,11 +117,12 @@ def measure_largest(
     operations: Operations,
     spec: AttentionSpec,
     limits: Limits,
+    group: Group | None = None,
 ) -> MemoryFacts:
     """Run the largest iteration on a pool that is just large enough for it, and return what memory it took."""
     rows, blocks = largest_rows(limits)
     device.reset_peak()
-    runner = new_runner(device, model, backend, operations, spec, replace(limits, num_blocks=blocks))
+    runner = new_runner(device, model, backend, operations, spec, replace(limits, num_blocks=blocks), group)
     runner.run(rows)
     device.synchronize()
     free_bytes, total_bytes = device.free_bytes()

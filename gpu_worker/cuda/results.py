@@ -25,7 +25,8 @@ class Computed:
     """What came of an iteration."""
 
     token_ids: list[int]  # one for each sampled row, in the rows' order
-    device_ns: int
+    device_ns: int  # without bubble_ns
+    bubble_ns: int = 0  # how long the device waited for other ranks, this iteration at hand
     sampled_scores: list[SlotScores] = field(default_factory=list)
     prompt_scores: list[SlotScores] = field(default_factory=list)
 
@@ -80,6 +81,7 @@ class Launched:
         wanted: WantedScores,
         output: Tensor,
         started: Event,
+        ready: Event,
         finished: Event,
         copied: Event,
     ) -> None:
@@ -90,6 +92,7 @@ class Launched:
             wanted: Whose records there are.
             output: (words,) int32 host memory, written when copied has come: the tokens, then the records.
             started: Recorded before the iteration.
+            ready: Recorded when what it needs from other ranks was there.
             finished: Recorded after it.
             copied: Recorded after the copy to output.
         """
@@ -97,6 +100,7 @@ class Launched:
         self._wanted = wanted
         self._output = output
         self._started = started
+        self._ready = ready
         self._finished = finished
         self._copied = copied
 
@@ -109,7 +113,8 @@ class Launched:
         num_sampled = len(self._wanted.sampled)
         return Computed(
             token_ids=[drawn[place] for place in self._order],
-            device_ns=int(self._finished.ms_since(self._started) * 1e6),
+            device_ns=int(self._finished.ms_since(self._ready) * 1e6),
+            bubble_ns=int(self._ready.ms_since(self._started) * 1e6),
             sampled_scores=list(_scores(self._wanted.sampled, records[:num_sampled])),
             prompt_scores=list(_scores(self._wanted.prompt, records[num_sampled:])),
         )

@@ -17,11 +17,11 @@ from common.wire.link import LinkFull, Peer, PeerDown, PeerGone, PeerUp, Receive
 from common.wire.session import Endpoint
 from gpu_worker.config import WorkerConfig
 from gpu_worker.device_thread import Connection
-from gpu_worker.parallel.build import BuiltStage, assemble, load_part
+from gpu_worker.parallel.build import BuiltStage, load_part
 from gpu_worker.parallel.errors import RankLost
-from gpu_worker.parallel.group import MAX_UNSENT, Group
+from gpu_worker.parallel.group import MAX_UNSENT
 from gpu_worker.parallel.layout import Layout
-from gpu_worker.parallel.meeting import address_towards, join
+from gpu_worker.parallel.meeting import join
 from gpu_worker.parallel.stage_thread import Planned, StageThread
 from gpu_worker.shell import tell_loop
 from gpu_worker.slots import Row
@@ -105,21 +105,22 @@ class _Follower:
 
     def _build(self, should_stop: Callable[[], bool]) -> BuiltStage:
         part = load_part(self._config, self._layout)
-        ready = RankReady(settings=part.settings(self._config), num_blocks=part.num_blocks)
+        ready = RankReady(settings=part.settings(self._config))
         tell_loop(self._loop, lambda: self._say_ready(ready))
         start = self._start.result()  # Bounded by rank 0, which waits for its ranks so long and then goes.
         assert self._config.rank_address is not None, "checked with the options"
-        group = Group(
-            join(start.store, self._layout.num_ranks),
-            self._layout,
-            self._config.device,
-            self._config.rank_timeout_s,
-            address_towards(self._config.rank_address),
+        store = join(start.store, self._layout.num_ranks)
+        return part.assemble(
+            self._config,
+            part.meet(store, self._config),
+            lambda error: tell_loop(self._loop, lambda: self._fail(error)),
         )
-        return assemble(self._config, self._layout, part, start.num_blocks, group)
 
     def _run_rows(self, built: BuiltStage, rows: Sequence[Row], planned: Planned | None) -> None:
-        done = built.stage.run(rows)
+        built.stage.run(rows, self._report)
+
+    def _report(self, done: StageDone) -> None:
+        """In whichever thread the stage reports."""
         if self._layout.leads_stage and self._layout.pp > 1:
             tell_loop(self._loop, lambda: self._send(done))
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from gpu_worker.attention.base import AttentionBackend, AttentionSpec, bind
 from gpu_worker.batch import FlatBatch
@@ -14,7 +13,7 @@ from gpu_worker.kv_cache import KvCache
 from gpu_worker.loading import LoadedModel
 from gpu_worker.models.decoder import head, run_layers, scaled
 from gpu_worker.parallel.group import Group
-from gpu_worker.parallel.layout import Layout
+from gpu_worker.parallel.vocabulary import look_up
 
 
 class StageForward:
@@ -22,7 +21,6 @@ class StageForward:
 
     def __init__(
         self,
-        layout: Layout,
         group: Group,
         model: LoadedModel,
         kv_cache: KvCache,
@@ -31,7 +29,7 @@ class StageForward:
         vocab_size: int,
     ) -> None:
         """model is this rank's shard, as are the heads in spec; vocab_size is the whole model's."""
-        self._layout = layout
+        self._layout = group.layout
         self._group = group
         self._model = model
         self._kv_cache = kv_cache
@@ -39,7 +37,6 @@ class StageForward:
         self._spec = spec
         self._specs = {window: replace(spec, window=window) for window in model.config.windows or (None,)}
         self._vocab_size = vocab_size
-        self._words = layout.columns(vocab_size)
         self.waited_ns = 0
         """Time spent waiting for the stage before, in all calls so far."""
 
@@ -68,22 +65,14 @@ class StageForward:
         return nothing if logits is None else logits
 
     def _embed(self, token_ids: Tensor) -> Tensor:
-        return scaled(self._model.config, self._look_up(token_ids))
-
-    def _look_up(self, token_ids: Tensor) -> Tensor:
-        """Return the tokens' embeddings, (tokens, hidden). Only the stage's first rank need know the tokens: the
-        others take them from it."""
-        embedding = self._model.weights.embedding  # (words, hidden)
-        if self._layout.tp == 1:
-            return functional.embedding(token_ids, embedding)
-        local = self._group.broadcast(token_ids) - self._words.start
-        is_here = (local >= 0) & (local < len(self._words))
-        # Each token is some rank's: of the others the sum has zeros.
-        found = functional.embedding(torch.where(is_here, local, 0), embedding)
-        return self._group.reduce(found * is_here.unsqueeze(1))
+        # Only the stage's first rank need know the tokens: the others take them from it.
+        known = self._group.broadcast(token_ids)
+        embedded = look_up(self._group, self._model.weights.embedding, known, self._vocab_size)
+        return scaled(self._model.config, embedded)
 
     def _receive(self, num_tokens: int) -> Tensor:
         started_ns = time.monotonic_ns()
-        hidden = self._group.receive((num_tokens, self._model.config.hidden_size), self._spec.dtype)
+        hidden = torch.empty(num_tokens, self._model.config.hidden_size, dtype=self._spec.dtype)
+        self._group.receive(hidden)
         self.waited_ns += time.monotonic_ns() - started_ns
         return hidden

@@ -1,10 +1,13 @@
 """What ranks do together, through torch.distributed: sums within a stage, and hand-overs from stage to stage.
 
-Backends are used as objects, without torch's global default group: a rank has up to three (its stage, the hop before
-and the hop after it), each of exactly the ranks that use it. They are gloo's on CPUs and NCCL's on CUDA devices.
-Collectives block the thread that calls them, and raise RuntimeError when a peer is gone or timeout_s have passed.
+Backends are used as objects, without torch's global default group: a rank has up to four (its stage, the hops before
+and after it, and the way back from the last stage to the first), each of exactly the ranks that use it. They are
+gloo's on CPUs and NCCL's on CUDA devices. Of gloo's the calling thread waits for what it asks for, and gets a
+RuntimeError when a peer is gone or timeout_s have passed. NCCL's are enqueued: what the thread enqueues on the current
+stream afterwards waits for them on the device, and a timeout ends the process.
 """
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -22,34 +25,66 @@ if TYPE_CHECKING:
 c10d: Any = dist
 
 MAX_UNSENT = 2
-"""Hidden states on their way to the next stage: one that it receives, and one that is ready when it comes back."""
+"""Tensors on their way over a hop: one that the other end receives, and one that is ready when it comes back."""
 
 
 class Group:
-    """One rank's ties to the others. Used by one thread."""
+    """One rank's ties to the others. Used by one thread, which has made layout.rank's device the current one."""
 
-    def __init__(self, store: "Store", layout: Layout, device: str, timeout_s: float, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self,
+        store: "Store | None",
+        layout: Layout,
+        device: torch.device | str,
+        timeout_s: float,
+        host: str = "127.0.0.1",
+        *,
+        has_way_back: bool = False,
+    ) -> None:
         """Meet the other ranks in store, which all share. Returns when all those that this rank talks to are there.
 
         Args:
-            store: Where ranks find each other's addresses.
+            store: Where ranks find each other's addresses; None for a rank that is the only one.
             layout: This rank's place.
             device: Of the tensors, such as cpu or cuda:0; its type decides the backend.
             timeout_s: How long a collective may take.
             host: Address of this machine by which the others reach it (gloo; NCCL chooses by itself).
+            has_way_back: Whether the last stage's tokens come back to the first one's device (see return_back).
         """
-        self._layout = layout
+        self.layout = layout
         self._device = torch.device(device)
-        self._timeout_s = timeout_s
-        self._unsent: list[tuple[Any, Tensor]] = []  # sends under way, with what they send
+        self._store = store
+        self._sends: dict[str, list[tuple[Any, Tensor]]] = {}  # under way, by hop, with what they send
 
         def meet(name: str, rank: int, size: int) -> Any:
+            assert store is not None, "several ranks have a store"
             return _new_backend(c10d.PrefixStore(name, store), rank, size, self._device.type, timeout_s, host)
 
         stage, tp_rank = layout.stage, layout.tp_rank
         self._stage = meet(f"stage-{stage}", tp_rank, layout.tp) if layout.tp > 1 else None
         self._before = meet(f"hop-{stage}-{tp_rank}", 1, 2) if not layout.is_first_stage else None
         self._after = meet(f"hop-{stage + 1}-{tp_rank}", 0, 2) if not layout.is_last_stage else None
+        self._back: Any = None
+        if has_way_back and layout.pp > 1 and (layout.is_first_stage or layout.is_last_stage):
+            self._back = meet(f"back-{tp_rank}", 0 if layout.is_last_stage else 1, 2)
+        if store is not None:
+            store.set_timeout(timedelta(seconds=timeout_s))
+
+    @classmethod
+    def alone(cls, device: torch.device | str) -> "Group":
+        """Return the ties of a rank that is the only one: none."""
+        return cls(None, Layout(tp=1, pp=1, rank=0), device, timeout_s=0)
+
+    def least(self, name: str, value: int) -> int:
+        """Return the least of all ranks' values; each gives its own, once for a name. The host waits for the others.
+
+        Raises:
+            RuntimeError: If they do not come in time.
+        """
+        if self._store is None:
+            return value
+        self._store.set(f"{name}-{self.layout.rank}", str(value))
+        return min(int(self._store.get(f"{name}-{rank}")) for rank in range(self.layout.num_ranks))
 
     def reduce(self, tensor: Tensor) -> Tensor:
         """Return the sum of the stage's tensors, the same on each of its ranks. Written in place."""
@@ -74,7 +109,7 @@ class Group:
         """
         if self._stage is None:
             return part
-        layout = self._layout
+        layout = self.layout
         # Of one size, as gloo wants them: what a shorter share lacks is cut off again.
         width = -(-total // layout.tp)
         padded = functional.pad(part, (0, width - part.shape[1])).contiguous()
@@ -88,25 +123,46 @@ class Group:
         return torch.cat([part[:, : width - (index >= num_longer)] for index, part in enumerate(parts)], dim=1)
 
     def send(self, tensor: Tensor) -> None:
-        """Hand a tensor over to the next stage. Returns at once unless MAX_UNSENT are under way."""
+        """Hand a tensor over to the next stage. It must not change any more. Returns at once unless MAX_UNSENT are
+        under way."""
         assert self._after is not None, "the last stage has none after it"
-        while len(self._unsent) >= MAX_UNSENT:
-            self._unsent.pop(0)[0].wait()
-        self._unsent.append((self._after.send([tensor], 1, 0), tensor))
+        self._hand_over("after", self._after, 1, tensor)
 
-    def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Wait for a tensor of the stage before."""
+    def receive(self, into: Tensor) -> None:
+        """Take what the stage before hands over, of that shape and dtype."""
         assert self._before is not None, "the first stage has none before it"
-        tensor = torch.empty(shape, dtype=dtype, device=self._device)
-        self._before.recv([tensor], 0, 0).wait()
-        return tensor
+        self._before.recv([into], 0, 0).wait()
+
+    def send_back(self, tensor: Tensor) -> None:
+        """Hand a tensor of the last stage over to the first. Otherwise as send."""
+        assert self._back is not None, "the last of several stages sends back"
+        self._hand_over("back", self._back, 1, tensor)
+
+    def receive_back(self, into: Tensor) -> Callable[[], None]:
+        """Ask for what the last stage will send back; return what waits for it. Asked for in the order of sending."""
+        assert self._back is not None, "the first of several stages is sent something back"
+        work = self._back.recv([into], 0, 0)
+
+        def wait() -> None:
+            work.wait()
+
+        return wait
+
+    def _hand_over(self, hop: str, backend: Any, peer: int, tensor: Tensor) -> None:
+        sends = self._sends.setdefault(hop, [])
+        while len(sends) >= MAX_UNSENT:
+            sends.pop(0)[0].wait()
+        sends.append((backend.send([tensor], peer, 0), tensor))
 
 
 def _new_backend(store: "Store", rank: int, size: int, device_type: str, timeout_s: float, host: str) -> Any:
     if device_type == "cuda":
         options = c10d.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=timeout_s)
-        return c10d.ProcessGroupNCCL(store, rank, size, options)
+        nccl = c10d.ProcessGroupNCCL(store, rank, size, options)
+        # Now, not with the first collective: that one may be captured in a graph.
+        nccl.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
+        return nccl
     gloo = c10d.ProcessGroupGloo
     gloo_options = gloo._Options()
     gloo_options._timeout = timedelta(seconds=timeout_s)

@@ -4,8 +4,6 @@ import asyncio
 import dataclasses
 from collections.abc import Callable, Sequence
 
-import msgspec
-
 from common.clock import monotonic_ns
 from common.messages.plans import Plan
 from common.messages.ranks import RankMeasure, RankPlan, RankReady, RankStart, StageDone
@@ -13,14 +11,13 @@ from common.process import Process
 from gpu_worker.config import WorkerConfig
 from gpu_worker.device_thread import Connection
 from gpu_worker.errors import UnusableModel
-from gpu_worker.parallel.build import BuiltStage, assemble, load_part
-from gpu_worker.parallel.group import Group
+from gpu_worker.parallel.build import BuiltStage, load_part
 from gpu_worker.parallel.layout import Layout
-from gpu_worker.parallel.meeting import Meeting, address_towards
+from gpu_worker.parallel.meeting import Meeting
 from gpu_worker.parallel.processes import RankProcesses
-from gpu_worker.parallel.progress import Progress
+from gpu_worker.parallel.progress import Progress, Through
 from gpu_worker.parallel.ranks import Ranks
-from gpu_worker.parallel.stage import Returns
+from gpu_worker.parallel.stage import Stage
 from gpu_worker.parallel.stage_thread import Planned, StageThread
 from gpu_worker.shell import measured, serve_plans, tell_loop
 from gpu_worker.slots import Row
@@ -87,8 +84,9 @@ class _Leader:
         self._config = config
         self._layout = layout = Layout(tp=config.tp, pp=config.pp, rank=0)
         self._loop = asyncio.get_running_loop()
-        self._returns = Returns(config.rank_timeout_s)
-        self._progress = Progress(layout.pp, on_through=self._send_back)
+        self._through = Through(config.rank_timeout_s)
+        self._stage: Stage | None = None
+        self._progress = Progress(layout.pp, on_through=self._note_through)
         self.ranks = Ranks(process, layout, config.rank_address, self._progress)
         self._meeting: Meeting | None = None
         self._connection: Connection | None = None
@@ -120,8 +118,10 @@ class _Leader:
 
     def stop(self) -> None:
         """Finish the iteration in hand, drop the rest, and end. Waits STOP_TIMEOUT_S at most."""
-        self.ranks.agreed.cancel()
-        self._returns.close()
+        self.ranks.all_ready.cancel()
+        self._through.close()
+        if self._stage is not None:
+            self._stage.interrupt()
         self._thread.stop()
 
     def close(self) -> None:
@@ -137,14 +137,17 @@ class _Leader:
         assert config.rank_address is not None, "it is bound"
         started_ns = monotonic_ns()
         part = load_part(config, layout)
-        ready = RankReady(settings=part.settings(config), num_blocks=part.num_blocks)
+        ready = RankReady(settings=part.settings(config))
         tell_loop(self._loop, lambda: self.ranks.note_own(ready))
-        num_blocks = self.ranks.agreed.result()  # Bounded by --rank-start-timeout-s.
+        self.ranks.all_ready.result()  # Bounded by --rank-start-timeout-s.
         self._meeting = meeting = Meeting(config.rank_address, layout.num_ranks)
-        tell_loop(self._loop, lambda: self.ranks.tell(RankStart(num_blocks=num_blocks, store=meeting.url)))
-        host = address_towards(config.rank_address)
-        group = Group(meeting.store, layout, config.device, config.rank_timeout_s, host)
-        built = assemble(config, layout, part, num_blocks, group)
+        tell_loop(self._loop, lambda: self.ranks.tell(RankStart(store=meeting.url)))
+        built = part.assemble(
+            config,
+            part.meet(meeting.store, config),
+            lambda error: tell_loop(self._loop, lambda: self._fail(error)),
+        )
+        self._stage = built.stage
         load_ns = monotonic_ns() - started_ns
         card = measured(built.card, _Together(self, built), built.limits, config, should_stop, load_ns=load_ns)
         return dataclasses.replace(built, card=card)
@@ -154,22 +157,19 @@ class _Leader:
         num_tokens = sum(row.num_tokens for row in rows)
         tell_loop(self._loop, lambda: self.ranks.tell(RankMeasure(num_tokens=num_tokens)))
         self._run_rows(built, rows, None)
-        self._returns.take_all()
+        self._through.wait()
 
     def _run_rows(self, built: BuiltStage, rows: Sequence[Row], planned: Planned | None) -> None:
-        has_stages_behind = self._layout.pp > 1
-        waited_ns = self._returns.take_for(rows) if has_stages_behind else 0
-        own = built.stage.run(rows)
-        done = msgspec.structs.replace(own, bubble_ns=own.bubble_ns + waited_ns)
-        if has_stages_behind:
-            self._returns.expect(rows)
-        tell_loop(self._loop, lambda: self._progress.note_first(planned, done))
+        built.stage.run(rows, lambda done: tell_loop(self._loop, lambda: self._progress.note_first(planned, done)))
 
     # --- in the loop
 
-    def _send_back(self, last: StageDone) -> None:
-        if self._layout.pp > 1:  # Else they were drawn here.
-            self._returns.put(last.token_ids)
+    def _note_through(self, planned: Planned | None, last: StageDone) -> None:
+        """All stages are through with an iteration."""
+        assert self._stage is not None, "it has run"
+        self._stage.take_back(last.token_ids)
+        if planned is None:
+            self._through.note()
 
     def _fail(self, error: BaseException) -> None:
         if not self.failed.done():

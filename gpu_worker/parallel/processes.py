@@ -44,7 +44,9 @@ class RankProcesses:
         self._directory = Path(tempfile.mkdtemp(prefix="legato-ranks-"))
         self.config = dataclasses.replace(config, rank=0, rank_address=f"ipc://{self._directory / 'link'}")
         for rank in range(1, config.num_ranks):
-            own = dataclasses.replace(self.config, rank=rank, admin_port=0)
+            # Each has a GPU of its own, if they are on GPUs.
+            device_index = config.device_index + rank if config.device == "cuda" else config.device_index
+            own = dataclasses.replace(self.config, rank=rank, admin_port=0, device_index=device_index)
             self._children[rank] = subprocess.Popen(
                 [sys.executable, "-m", "gpu_worker", *flags_of(own)],
                 # Ctrl-C in a terminal reaches this process alone, which then ends the others in order.

@@ -26,7 +26,7 @@ log = structlog.get_logger()
 
 
 class Ranks:
-    """All ranks but this one. Used in the event loop, but for agreed."""
+    """All ranks but this one. Used in the event loop, but for all_ready."""
 
     def __init__(self, process: Process, layout: Layout, rank_address: str, progress: Progress) -> None:
         """Bind the inbox for the others at rank_address; what stages say of iterations goes to progress.
@@ -39,8 +39,8 @@ class Ranks:
         self._mailbox = Mailbox()
         self._peers: dict[int, Peer] = {}
         self._ready: dict[int, RankReady] = {}
-        self.agreed: concurrent.futures.Future[int] = concurrent.futures.Future()
-        """Resolves, with the size of every rank's KV pool in blocks, when all ranks have loaded."""
+        self.all_ready: concurrent.futures.Future[None] = concurrent.futures.Future()
+        """Resolves when all ranks have loaded."""
         process.sockets.bind(
             rank_address, Endpoint(hello=process.hello(), peer_roles=frozenset({Role.RANK}), mailbox=self._mailbox)
         )
@@ -111,7 +111,7 @@ class Ranks:
             log.info("rank_joined", rank=rank, instance_id=peer.hello.instance_id)
 
     def _note_ready(self, rank: int | None, ready: RankReady) -> None:
-        """A rank has loaded its part. When all have, agree on the pool's size."""
+        """A rank has loaded its part."""
         if rank is None:
             return
         self._ready[rank] = ready
@@ -121,7 +121,7 @@ class Ranks:
         for other_rank, other in sorted(self._ready.items()):
             if other.settings != own.settings:
                 raise UnusableModel(f"rank {other_rank} runs {other.settings}; rank 0 runs {own.settings}")
-        self.agreed.set_result(min(ready.num_blocks for ready in self._ready.values()))
+        self.all_ready.set_result(None)
 
     def _rank_of(self, peer: Peer) -> int | None:
         """None for one that did not join, or has been dismissed."""

@@ -3,7 +3,8 @@
 import queue
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
@@ -18,9 +19,34 @@ from gpu_worker.slots import Row
 _UNKNOWN = 0
 """Stands for a sampled token on ranks that never look at tokens: all but the first one and the one that samples."""
 
+Report = Callable[[StageDone], None]
+"""Takes what came of a stage's part of an iteration."""
 
-class Stage:
-    """Runs a rank's part of each iteration. Used by one thread."""
+
+class Stage(Protocol):
+    """Runs a rank's part of each iteration, together with the other ranks, who run theirs of the same rows."""
+
+    def run(self, rows: Sequence[Row], report: Report) -> None:
+        """Run an iteration, or launch it when there is a place for it; report is called, in order, in this thread or
+        another.
+
+        Raises:
+            RuntimeError: If another rank is gone.
+        """
+
+    def take_back(self, token_ids: Sequence[int]) -> None:
+        """On rank 0 of several stages: the last one is through with the oldest iteration that is out, and has drawn
+        these. In any thread."""
+
+    def interrupt(self) -> None:
+        """End the wait for other ranks, if there is one that can be ended. In any thread."""
+
+    def close(self) -> None:
+        """Report what has been launched. In the thread that runs."""
+
+
+class HostStage:
+    """A rank on a CPU: an iteration is done when run returns."""
 
     def __init__(
         self,
@@ -29,25 +55,22 @@ class Stage:
         kv_cache: KvCache,
         eos_token_ids: tuple[int, ...],
         max_logits: int,
+        timeout_s: float,
     ) -> None:
-        """max_logits is as the runner's, and the same on all ranks, so that they compute in the same passes."""
+        """max_logits is as the runner's, and the same on all ranks, so that they compute in the same passes; timeout_s
+        is how long to wait for a token that is on its way."""
         self._layout = layout
         self._forward = forward
         self._kv_cache = kv_cache
         self._max_logits = max_logits
         self._runner = Runner(forward, kv_cache, eos_token_ids, max_logits)
+        self._returns = Returns(timeout_s) if layout.rank == 0 and layout.pp > 1 else None
 
-    def run(self, rows: Sequence[Row]) -> StageDone:
-        """Run this rank's part of an iteration, together with the other ranks, who run theirs.
-
-        On rank 0 each row's tokens must be known. Sampled tokens join their requests here on the rank that samples; to
-        rank 0 they come back later (see Returns).
-
-        Raises:
-            RuntimeError: If another rank is gone.
-        """
-        started_ns = time.monotonic_ns()
-        waited_ns = self._forward.waited_ns
+    def run(self, rows: Sequence[Row], report: Report) -> None:
+        """As Stage.run. Sampled tokens join their requests here on the rank that samples; to rank 0 they come back
+        later (see Returns)."""
+        waited_ns = 0 if self._returns is None else self._returns.take_for(rows)
+        started_ns, waited_before_ns = time.monotonic_ns(), self._forward.waited_ns
         outcome = Outcome()
         if self._layout.samples:
             outcome = self._runner.run(rows)
@@ -59,15 +82,30 @@ class Stage:
                 for row in rows:
                     if row.is_sampled:
                         row.resident.token_ids.append(_UNKNOWN)
-        bubble_ns = self._forward.waited_ns - waited_ns
-        return StageDone(
-            busy_ns=time.monotonic_ns() - started_ns - bubble_ns,
-            bubble_ns=bubble_ns,
-            slots=tuple(outcome.slots),
-            token_ids=tuple(outcome.token_ids),
-            sampled_scores=tuple(outcome.sampled_scores),
-            prompt_scores=tuple(outcome.prompt_scores),
+        if self._returns is not None:
+            self._returns.expect(rows)
+        waited_inside_ns = self._forward.waited_ns - waited_before_ns
+        report(
+            StageDone(
+                busy_ns=time.monotonic_ns() - started_ns - waited_inside_ns,
+                bubble_ns=waited_ns + waited_inside_ns,
+                slots=tuple(outcome.slots),
+                token_ids=tuple(outcome.token_ids),
+                sampled_scores=tuple(outcome.sampled_scores),
+                prompt_scores=tuple(outcome.prompt_scores),
+            )
         )
+
+    def take_back(self, token_ids: Sequence[int]) -> None:
+        if self._returns is not None:
+            self._returns.put(token_ids)
+
+    def interrupt(self) -> None:
+        if self._returns is not None:
+            self._returns.close()
+
+    def close(self) -> None:
+        pass  # Nothing is ever launched and not reported.
 
 
 class Returns:
@@ -105,11 +143,6 @@ class Returns:
         while not _are_known(rows):
             self._take()
         return time.monotonic_ns() - started_ns
-
-    def take_all(self) -> None:
-        """Wait until every iteration has gone through all stages. In the device thread; raises as take_for."""
-        while self._expected:
-            self._take()
 
     def _take(self) -> None:
         try:

@@ -77,12 +77,15 @@ class StageThread:
         self._thread.stop()
 
     def _serve(self, built: BuiltStage, all_work: Iterator[_PlanWork | _MadeUpWork]) -> None:
-        for work in all_work:
-            match work:
-                case _PlanWork():
-                    self._run_plan(built, work)
-                case _MadeUpWork():
-                    self._run_rows(built, made_up_rows(built.limits, work.num_tokens), None)
+        try:
+            for work in all_work:
+                match work:
+                    case _PlanWork():
+                        self._run_plan(built, work)
+                    case _MadeUpWork():
+                        self._run_rows(built, made_up_rows(built.limits, work.num_tokens), None)
+        finally:
+            built.stage.close()
 
     def _run_plan(self, built: BuiltStage, work: _PlanWork) -> None:
         started_ns = time.monotonic_ns()

@@ -143,8 +143,8 @@ EXAMPLES: list[AnyMessage] = [
         epoch=1, iteration=2, slots=(Slot(1),), token_ids=(9,), received_ns=1, started_ns=2, finished_ns=3, device_ns=1
     ),
     PlanRefused(epoch=1, iteration=2, detail="unknown slot 4"),
-    RankReady(settings="tp 2, pp 1", num_blocks=64),
-    RankStart(num_blocks=64, store="tcp://10.0.0.1:40000"),
+    RankReady(settings="tp 2, pp 1"),
+    RankStart(store="tcp://10.0.0.1:40000"),
     RankMeasure(num_tokens=8),
     RankPlan(connection=1, plan=Plan(epoch=1, iteration=2)),
     StageDone(busy_ns=3, bubble_ns=1, slots=(Slot(1),), token_ids=(9,)),

@@ -19,6 +19,7 @@ from gpu_worker.cuda.results import Computed, Launched
 from gpu_worker.cuda.runner import CudaRunner
 from gpu_worker.kv_cache import KvCache
 from gpu_worker.loading import LoadedModel
+from gpu_worker.parallel.group import Group
 from gpu_worker.slots import Limits, Resident, Row
 
 GREEDY = Sampling(temperature=0.0)
@@ -106,11 +107,14 @@ class DeviceWorld:
         device: WatchedDevice | None = None,
         backend: AttentionBackend[PagedBatch] | None = None,
         operations: Operations | None = None,
+        group: Group | None = None,
+        vocab_size: int | None = None,
     ) -> None:
-        """backend and operations: other than the plain ones."""
+        """backend and operations: other than the plain ones. Of a rank in a group, model is its shard, and vocab_size
+        the whole model's."""
         config = model.config
         self.limits = Limits(
-            vocab_size=config.vocab_size,
+            vocab_size=vocab_size or config.vocab_size,
             max_model_len=model.max_model_len,
             block_size=block_size,
             num_blocks=num_blocks,
@@ -127,7 +131,7 @@ class DeviceWorld:
             dtype=model.weights.embedding.dtype,
         )
         backend, operations = backend or TorchPagedAttention(), operations or TorchOperations()
-        self.runner = CudaRunner(self.device, model, kv_cache, backend, operations, self.limits)
+        self.runner = CudaRunner(self.device, model, kv_cache, backend, operations, self.limits, group)
         self.runner.warm_up(has_graphs=has_graphs)
         self.free_blocks = list(range(num_blocks))
         random.Random(seed).shuffle(self.free_blocks)

@@ -11,7 +11,7 @@ from common.models import find_model
 from gpu_worker.attention import choose_backend
 from gpu_worker.attention.base import AttentionSpec
 from gpu_worker.kv_cache import KvCache
-from gpu_worker.loading import load_model, open_model
+from gpu_worker.loading import LoadedModel, load_model, open_model
 from gpu_worker.parallel.forward import StageForward
 from gpu_worker.parallel.group import Group, c10d
 from gpu_worker.parallel.layout import Layout
@@ -36,7 +36,7 @@ def in_ranks(tp: int, pp: int, run: Callable[[Layout, Group], T], *, do_stay: bo
     def main(rank: int) -> None:
         layout = Layout(tp=tp, pp=pp, rank=rank)
         try:
-            group = Group(store, layout, "cpu", JOIN_TIMEOUT_S)
+            group = Group(store, layout, "cpu", JOIN_TIMEOUT_S, has_way_back=True)
             if do_stay:
                 staying.append(group)
             results[rank] = run(layout, group)
@@ -54,10 +54,14 @@ def in_ranks(tp: int, pp: int, run: Callable[[Layout, Group], T], *, do_stay: bo
     return [results[rank] for rank in range(tp * pp)]
 
 
-def stage_forward(path: Path, layout: Layout, group: Group, limits: Limits) -> tuple[StageForward, KvCache, Any]:
+def load_shard(path: Path, layout: Layout) -> LoadedModel:
+    """Load a rank's part of a model, in float32."""
+    return load_model(shard(open_model(find_model(str(path))), layout), torch.float32)
+
+
+def stage_forward(path: Path, group: Group, limits: Limits) -> tuple[StageForward, KvCache, Any]:
     """Return a rank's forward pass, its KV cache, and its part of the model."""
-    source = shard(open_model(find_model(str(path))), layout)
-    model = load_model(source, torch.float32)
+    model = load_shard(path, group.layout)
     config = model.config
     spec = AttentionSpec(
         device="cpu",
@@ -77,4 +81,4 @@ def stage_forward(path: Path, layout: Layout, group: Group, limits: Limits) -> t
         dtype=torch.float32,
     )
     backend = choose_backend("cpu", spec)
-    return StageForward(layout, group, model, kv_cache, backend, spec, limits.vocab_size), kv_cache, model
+    return StageForward(group, model, kv_cache, backend, spec, limits.vocab_size), kv_cache, model

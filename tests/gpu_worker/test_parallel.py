@@ -19,7 +19,7 @@ from gpu_worker.loading import open_model
 from gpu_worker.parallel.group import Group
 from gpu_worker.parallel.layout import Layout
 from gpu_worker.parallel.shard import shard
-from gpu_worker.parallel.stage import Returns, Stage
+from gpu_worker.parallel.stage import HostStage, Returns
 from gpu_worker.profile import made_up_row
 from gpu_worker.slots import Limits, Row
 from tests.gpu_worker.hf import TINY_VOCAB_SIZE, tiny_llama, tiny_of
@@ -48,6 +48,11 @@ def forgotten(rows: list[Row]) -> list[Row]:
     ]
 
 
+def host_stage(path: Path, group: Group) -> HostStage:
+    forward, kv_cache, model = stage_forward(path, group, LIMITS)
+    return HostStage(group.layout, forward, kv_cache, model.eos_token_ids, LIMITS.max_num_slots, timeout_s=30)
+
+
 def whole_logits(path: Path) -> list[Tensor]:
     world = World(load(path), block_size=LIMITS.block_size, num_blocks=LIMITS.num_blocks)
     with torch.inference_mode():
@@ -73,7 +78,7 @@ def test_ranks_compute_the_logits_of_the_whole_model(
     expected = whole_logits(tmp_path)
 
     def run(layout: Layout, group: Group) -> list[Tensor]:
-        forward, _, _ = stage_forward(tmp_path, layout, group, LIMITS)
+        forward, _, _ = stage_forward(tmp_path, group, LIMITS)
         logits = []
         with torch.inference_mode():
             for rows in iterations():
@@ -150,16 +155,12 @@ def test_ranks_report_the_tokens_where_they_are_drawn_and_bubbles_where_they_wai
     delay_s = 0.2
 
     def run(layout: Layout, group: Group) -> tuple[list[tuple[int, ...]], int]:
-        forward, kv_cache, model = stage_forward(tmp_path, layout, group, LIMITS)
-        stage = Stage(layout, forward, kv_cache, model.eos_token_ids, LIMITS.max_num_slots)
-        token_ids, bubble_ns = [], 0
+        stage, reports = host_stage(tmp_path, group), list[StageDone]()
         for rows in iterations():
             if layout.is_first_stage:
                 time.sleep(delay_s)  # The stage behind it has nothing to do meanwhile.
-            done = stage.run(rows)
-            token_ids.append(done.token_ids)
-            bubble_ns += done.bubble_ns
-        return token_ids, bubble_ns
+            stage.run(rows, reports.append)
+        return [done.token_ids for done in reports], sum(done.bubble_ns for done in reports)
 
     first, last = in_ranks(1, 2, run)
     assert [list(tokens) for tokens in last[0]] == expected
@@ -198,7 +199,7 @@ def test_a_token_that_never_comes_ends_the_wait_with_an_error() -> None:
         returns.take_for([Row(row.resident, 5, 1, is_sampled=True)])
     returns.close()
     with pytest.raises(RuntimeError, match="stopped"):
-        returns.take_all()
+        returns.take_for([Row(row.resident, 5, 1, is_sampled=True)])
 
 
 @pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3", "gemma3", "phi3"])
@@ -208,7 +209,7 @@ def test_every_family_comes_apart(tmp_path: Path, family: str, tp: int, pp: int)
     expected = whole_logits(tmp_path)
 
     def run(layout: Layout, group: Group) -> list[Tensor]:
-        forward, _, _ = stage_forward(tmp_path, layout, group, LIMITS)
+        forward, _, _ = stage_forward(tmp_path, group, LIMITS)
         with torch.inference_mode():
             return [forward(flatten(rows, LIMITS.block_size)) for rows in iterations()]
 
@@ -229,8 +230,9 @@ def test_ranks_score_a_prompt_that_takes_several_passes(tmp_path: Path) -> None:
     whole = world.runner.run(rows())
 
     def run(layout: Layout, group: Group) -> StageDone:
-        forward, kv_cache, model = stage_forward(tmp_path, layout, group, LIMITS)
-        return Stage(layout, forward, kv_cache, model.eos_token_ids, LIMITS.max_num_slots).run(rows())
+        reports: list[StageDone] = []
+        host_stage(tmp_path, group).run(rows(), reports.append)
+        return reports[0]
 
     for tp, pp in ((2, 1), (1, 2)):
         *_, done = reversed(in_ranks(tp, pp, run)) if pp == 1 else in_ranks(tp, pp, run)

@@ -51,6 +51,7 @@ from tests.gpu_worker.world import prompt
 END_TIMEOUT_S = 60
 TEST_TIMEOUT_S = 200
 """Of a test as a whole: on a busy machine two processes take half a minute to import torch."""
+HOST_RANKS = ("-m", "tests.gpu_worker.host_ranks")
 HEARTBEAT = ["--heartbeat-timeout-ms", "1000"]
 
 
@@ -65,8 +66,8 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
 class Worker:
     """A worker whose ranks are processes of this machine, and its log so far."""
 
-    def __init__(self, address: str, model: Path, *flags: str) -> None:
-        self.process = start(address, model, *flags)
+    def __init__(self, address: str, model: Path, *flags: str, program: tuple[str, ...]) -> None:
+        self.process = start(address, model, *flags, program=program)
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -108,8 +109,8 @@ class Worker:
 
 
 @contextlib.contextmanager
-def ranks(address: str, model: Path, *flags: str) -> Iterator[Worker]:
-    worker = Worker(address, model, *flags)
+def ranks(address: str, model: Path, *flags: str, program: tuple[str, ...] = ("-m", "gpu_worker")) -> Iterator[Worker]:
+    worker = Worker(address, model, *flags, program=program)
     try:
         yield worker
     finally:
@@ -133,6 +134,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def reference(model: Path) -> LlamaForCausalLM:
     """The model at that path, in float32."""
     return tiny_llama(model, num_attention_heads=2, num_key_value_heads=1)
+
+
+def progress(num_stages: int) -> Progress:
+    return Progress(num_stages, on_through=lambda planned, last: None)
 
 
 def opening() -> Plan:
@@ -338,19 +343,63 @@ def test_ranks_that_an_operator_starts_serve_and_end_with_the_rank_that_leads_th
     run(test)
 
 
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+def test_ranks_on_devices_serve_and_a_lost_one_ends_all(
+    model: Path, reference: LlamaForCausalLM, tp: int, pp: int
+) -> None:
+    """The CUDA worker's own ranks, with the host in the device's place (see host_ranks)."""
+
+    async def test() -> None:
+        address, meeting = await free_address(), await free_address()
+        flags = (
+            "--device",
+            "cuda",
+            "--tp",
+            str(tp),
+            "--pp",
+            str(pp),
+            "--rank-address",
+            meeting,
+            "--max-model-len",
+            "200",
+        )
+        other = start(address, model, *flags, "--rank", "1", program=HOST_RANKS)
+        try:
+            with ranks(address, model, *flags, "--rank", "0", program=HOST_RANKS) as worker:
+                async with scheduler_at(address) as scheduler:
+                    await is_right(worker, scheduler, reference, num_stages=pp)
+                    output = await take_turns(scheduler)
+                    assert output[1] == hf_greedy(reference, prompt(9), 6)
+                    assert output[2] == hf_greedy(reference, prompt(12), 6)
+                if pp > 1:
+                    async with scheduler_at(address) as scheduler:
+                        served = await serve_micro_batches(scheduler)
+                        assert served == {length: hf_greedy(reference, prompt(length), 10) for length in served}
+                async with scheduler_at(address) as scheduler:
+                    await is_serving(scheduler)
+                    other.kill()
+                    await scheduler.lost()
+                assert await worker.status() == 1
+                assert [line["rank"] for line in worker.logged("rank_lost")] == [1]
+        finally:
+            end(other)
+
+    run(test)
+
+
 def test_ranks_of_different_settings_are_refused_with_both() -> None:
     async def test() -> None:
         process, other = Process(Role.WORKER, ProcessConfig()), Process(Role.RANK, ProcessConfig())
         address = await free_address()
         layout = Layout(tp=1, pp=2, rank=0)
         try:
-            inbox = Ranks(process, layout, address, Progress(2, on_through=lambda last: None))
+            inbox = Ranks(process, layout, address, progress(2))
             serving = asyncio.create_task(inbox.serve(start_timeout_s=END_TIMEOUT_S))
             mailbox = Mailbox()
             endpoint = Endpoint(hello=other.hello(rank=1), peer_roles=frozenset({Role.WORKER}), mailbox=mailbox)
             other.sockets.dial(address, endpoint)
-            (await anext(mailbox)).peer.send(RankReady(settings="tp 1, pp 2, model b", num_blocks=3))
-            inbox.note_own(RankReady(settings="tp 1, pp 2, model a", num_blocks=3))
+            (await anext(mailbox)).peer.send(RankReady(settings="tp 1, pp 2, model b"))
+            inbox.note_own(RankReady(settings="tp 1, pp 2, model a"))
             with pytest.raises(UnusableModel, match="rank 1 runs tp 1, pp 2, model b; rank 0 runs tp 1, pp 2, model a"):
                 await serving
         finally:
@@ -360,21 +409,21 @@ def test_ranks_of_different_settings_are_refused_with_both() -> None:
     run(test)
 
 
-def test_the_pool_is_as_large_as_the_poorest_rank_can_hold_and_who_does_not_come_is_missed() -> None:
+def test_ranks_go_on_when_all_are_ready_and_who_does_not_come_is_missed() -> None:
     async def test() -> None:
         process, other = Process(Role.WORKER, ProcessConfig()), Process(Role.RANK, ProcessConfig())
         address = await free_address()
         try:
-            inbox = Ranks(process, Layout(tp=1, pp=2, rank=0), address, Progress(2, on_through=lambda last: None))
+            inbox = Ranks(process, Layout(tp=1, pp=2, rank=0), address, progress(2))
             serving = asyncio.create_task(inbox.serve(start_timeout_s=END_TIMEOUT_S))
             mailbox = Mailbox()
             endpoint = Endpoint(hello=other.hello(rank=1), peer_roles=frozenset({Role.WORKER}), mailbox=mailbox)
             other.sockets.dial(address, endpoint)
-            (await anext(mailbox)).peer.send(RankReady(settings="", num_blocks=3))
-            inbox.note_own(RankReady(settings="", num_blocks=5))
-            assert await asyncio.wrap_future(inbox.agreed) == 3
+            (await anext(mailbox)).peer.send(RankReady(settings=""))
+            inbox.note_own(RankReady(settings=""))
+            await asyncio.wait_for(asyncio.wrap_future(inbox.all_ready), END_TIMEOUT_S)
             serving.cancel()
-            alone = Ranks(process, Layout(tp=1, pp=3, rank=0), await free_address(), Progress(3, lambda last: None))
+            alone = Ranks(process, Layout(tp=1, pp=3, rank=0), await free_address(), progress(3))
             with pytest.raises(RankLost, match=r"rank 1: not ready after 0\.05 s"):
                 await alone.serve(start_timeout_s=0.05)
         finally:
