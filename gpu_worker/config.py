@@ -30,7 +30,9 @@ class WorkerConfig(ProcessConfig):
         "auto", "of weights and KV cache; auto is bfloat16 where the device multiplies it natively, else float32"
     )
     max_model_len: int = option(0, "tokens of prompt and output together; 0 takes what the model was trained for")
-    kv_tokens: int = option(0, "size of the KV pool in tokens; 0 holds 4 requests of full length, memory permitting")
+    kv_tokens: int = option(
+        0, "size of the KV pool in tokens; 0 holds 3 requests of full length, memory permitting, or on CUDA what fits"
+    )
     block_size: int = option(0, "tokens per KV block; 0 takes what the attention back end likes best, mostly 16")
     max_num_slots: int = option(256, "requests that may be resident at a time")
     max_chunk_tokens: int = option(2048, "tokens that one iteration may compute")

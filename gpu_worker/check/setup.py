@@ -30,6 +30,7 @@ from gpu_worker.slots import Limits, Resident, Row
 
 SEED = 11
 GREEDY = Sampling(temperature=0.0)
+MAX_HOST_DEVICES = 4
 ROOM_BYTES = 8 << 30
 """For activations, graphs, and the dense model's wide layers."""
 HEAD_SCALE = 4.0
@@ -179,9 +180,14 @@ class Bench:
         return [self.row(slot, context - 1, 1, slot % places * blocks_each) for slot in range(num_rows)]
 
 
-def open_device(kind: str) -> Device:
-    """Return the device to check."""
-    return CudaDevice(0) if kind == "cuda" else HostDevice()
+def open_device(kind: str, index: int = 0) -> Device:
+    """Return the device to check; of several CUDA devices make one the calling thread's."""
+    return CudaDevice(index) if kind == "cuda" else HostDevice()
+
+
+def num_devices(kind: str) -> int:
+    """Return how many devices of a kind can be opened."""
+    return torch.cuda.device_count() if kind == "cuda" else MAX_HOST_DEVICES
 
 
 def spec_of(scale: Scale, device: Device) -> AttentionSpec:

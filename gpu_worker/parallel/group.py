@@ -1,10 +1,7 @@
-"""What ranks do together, through torch.distributed: sums within a stage, and hand-overs from stage to stage.
+"""One rank's ties to the others: sums within a stage, and hand-overs from stage to stage.
 
-Backends are used as objects, without torch's global default group: a rank has up to four (its stage, the hops before
-and after it, and the way back from the last stage to the first), each of exactly the ranks that use it. They are
-gloo's on CPUs and NCCL's on CUDA devices. Of gloo's the calling thread waits for what it asks for, and gets a
-RuntimeError when a peer is gone or timeout_s have passed. NCCL's are enqueued: what the thread enqueues on the current
-stream afterwards waits for them on the device, and a timeout ends the process.
+A rank has up to four: its stage, the hops before and after it, and the way back from the last stage to the first; each
+of exactly the ranks that use it (see collectives).
 """
 
 from collections.abc import Callable
@@ -12,17 +9,13 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional
 
+from gpu_worker.parallel.collectives import Collectives, c10d, new_backend
 from gpu_worker.parallel.layout import Layout
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
-
-# What torch.distributed takes over from its extension, its stubs do not say.
-c10d: Any = dist
 
 MAX_UNSENT = 2
 """Tensors on their way over a hop: one that the other end receives, and one that is ready when it comes back."""
@@ -49,7 +42,7 @@ class Group:
             device: Of the tensors, such as cpu or cuda:0; its type decides the backend.
             timeout_s: How long a collective may take.
             host: Address of this machine by which the others reach it (gloo; NCCL chooses by itself).
-            has_way_back: Whether the last stage's tokens come back to the first one's device (see return_back).
+            has_way_back: Whether the last stage's tokens come back to the first one's device (see send_back).
         """
         self.layout = layout
         self._device = torch.device(device)
@@ -58,10 +51,12 @@ class Group:
 
         def meet(name: str, rank: int, size: int) -> Any:
             assert store is not None, "several ranks have a store"
-            return _new_backend(c10d.PrefixStore(name, store), rank, size, self._device.type, timeout_s, host)
+            return new_backend(c10d.PrefixStore(name, store), rank, size, self._device.type, timeout_s, host)
 
         stage, tp_rank = layout.stage, layout.tp_rank
-        self._stage = meet(f"stage-{stage}", tp_rank, layout.tp) if layout.tp > 1 else None
+        self._stage: Collectives | None = None
+        if layout.tp > 1:
+            self._stage = Collectives(meet(f"stage-{stage}", tp_rank, layout.tp), tp_rank, layout.tp)
         self._before = meet(f"hop-{stage}-{tp_rank}", 1, 2) if not layout.is_first_stage else None
         self._after = meet(f"hop-{stage + 1}-{tp_rank}", 0, 2) if not layout.is_last_stage else None
         self._back: Any = None
@@ -88,39 +83,20 @@ class Group:
 
     def reduce(self, tensor: Tensor) -> Tensor:
         """Return the sum of the stage's tensors, the same on each of its ranks. Written in place."""
-        if self._stage is not None:
-            self._stage.allreduce([tensor]).wait()
-        return tensor
+        return tensor if self._stage is None else self._stage.reduce(tensor)
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Return the tensor of the stage's first rank. Written in place on the others."""
-        if self._stage is not None:
-            options = c10d.BroadcastOptions()
-            options.rootRank, options.rootTensor = 0, 0
-            self._stage.broadcast([tensor], options).wait()
-        return tensor
+        return tensor if self._stage is None else self._stage.broadcast(tensor)
 
     def gather(self, part: Tensor, total: int) -> Tensor | None:
         """Return the stage's tensors side by side, (rows, total), on its first rank; None on the others.
 
         Args:
-            part: (rows, columns), this rank's share of total (see Layout.columns); the longer shares come first.
+            part: (rows, columns), this rank's share of total (see Layout.columns).
             total: Columns of all ranks together.
         """
-        if self._stage is None:
-            return part
-        layout = self.layout
-        # Of one size, as gloo wants them: what a shorter share lacks is cut off again.
-        width = -(-total // layout.tp)
-        padded = functional.pad(part, (0, width - part.shape[1])).contiguous()
-        options = c10d.GatherOptions()
-        options.rootRank = 0
-        parts = [torch.empty_like(padded) for _ in range(layout.tp)] if layout.leads_stage else []
-        self._stage.gather([parts] if parts else [], [padded], options).wait()
-        if not parts:
-            return None
-        num_longer = total % layout.tp or layout.tp
-        return torch.cat([part[:, : width - (index >= num_longer)] for index, part in enumerate(parts)], dim=1)
+        return part if self._stage is None else self._stage.gather(part, total)
 
     def send(self, tensor: Tensor) -> None:
         """Hand a tensor over to the next stage. It must not change any more. Returns at once unless MAX_UNSENT are
@@ -153,19 +129,3 @@ class Group:
         while len(sends) >= MAX_UNSENT:
             sends.pop(0)[0].wait()
         sends.append((backend.send([tensor], peer, 0), tensor))
-
-
-def _new_backend(store: "Store", rank: int, size: int, device_type: str, timeout_s: float, host: str) -> Any:
-    if device_type == "cuda":
-        options = c10d.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=timeout_s)
-        nccl = c10d.ProcessGroupNCCL(store, rank, size, options)
-        # Now, not with the first collective: that one may be captured in a graph.
-        nccl.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
-        return nccl
-    gloo = c10d.ProcessGroupGloo
-    gloo_options = gloo._Options()
-    gloo_options._timeout = timedelta(seconds=timeout_s)
-    # An address of ours, not gloo's guess by the host's name: on one machine nothing need leave the loopback interface.
-    gloo_options._devices = [gloo.create_device(hostname=host)]
-    return gloo(store, rank, size, gloo_options)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from common.wire.names import leaves_loopback
-from gpu_worker.parallel.group import c10d
+from gpu_worker.parallel.collectives import c10d
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

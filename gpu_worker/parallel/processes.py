@@ -44,11 +44,8 @@ class RankProcesses:
         self._directory = Path(tempfile.mkdtemp(prefix="legato-ranks-"))
         self.config = dataclasses.replace(config, rank=0, rank_address=f"ipc://{self._directory / 'link'}")
         for rank in range(1, config.num_ranks):
-            # Each has a GPU of its own, if they are on GPUs.
-            device_index = config.device_index + rank if config.device == "cuda" else config.device_index
-            own = dataclasses.replace(self.config, rank=rank, admin_port=0, device_index=device_index)
             self._children[rank] = subprocess.Popen(
-                [sys.executable, "-m", "gpu_worker", *flags_of(own)],
+                [sys.executable, "-m", "gpu_worker", *flags_of(config_of(self.config, rank))],
                 # Ctrl-C in a terminal reaches this process alone, which then ends the others in order.
                 start_new_session=True,
                 env={**os.environ, **supervised_environ()},
@@ -96,3 +93,10 @@ class RankProcesses:
         for child in self._children.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(max(0.0, deadline - time.monotonic()))
+
+
+def config_of(first: WorkerConfig, rank: int) -> WorkerConfig:
+    """Return the options of a rank that rank 0, whose options are first, starts: on GPUs it has the one that is as far
+    from rank 0's as it is itself."""
+    device_index = first.device_index + rank if first.device == "cuda" else first.device_index
+    return dataclasses.replace(first, rank=rank, admin_port=0, device_index=device_index)

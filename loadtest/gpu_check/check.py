@@ -13,10 +13,12 @@ from common.cost.devices import DEVICES
 from common.cost.fit import Fit
 from common.cost.roofline import Roofline
 from gpu_worker.attention import cuda_backends
+from gpu_worker.attention.paged import TorchPagedAttention
 from gpu_worker.attention.triton import InvariantTritonAttention
 from gpu_worker.check.engine import check_engine
 from gpu_worker.check.invariance import check_invariance
 from gpu_worker.check.kernels import MAX_ERROR, check_attention, check_operations
+from gpu_worker.check.ranks import check_collectives, check_ranks
 from gpu_worker.check.sampling import LEAST_AGREEMENT, check_sampling
 from gpu_worker.check.setup import (
     FULL,
@@ -25,6 +27,7 @@ from gpu_worker.check.setup import (
     build_bench,
     bytes_needed,
     candidates,
+    num_devices,
     open_device,
     preferred,
     spec_of,
@@ -55,6 +58,9 @@ FIT_ROUNDS = 20
 BAR_DEVICE = "h200"
 """The bars of speed are for this GPU; on others the numbers are told and nothing fails."""
 
+RANKS = ((2, 1), (1, 2), (2, 2))
+"""By tp and pp."""
+
 Stage = Callable[[Deadline, dict[str, Any]], None]
 
 
@@ -75,6 +81,8 @@ def run_check(options: argparse.Namespace, budget_end: float) -> int:
         ("stall", 80, check.stall),
         ("host", 20, check.host),
         ("fit", 10, check.fit),
+        # Last: a collective that hangs takes the process with it.
+        ("ranks", 30, check.ranks),
     ]
     wanted = {name.strip() for name in options.stages.split(",") if name.strip()}
     if unknown := wanted - {name for name, _, _ in stages}:
@@ -243,6 +251,28 @@ class Check:
         detail["factors"] = [round(factor, 2) for factor in fit.factors]
         if self._has_bars and detail["fitted_error"] > FITTED_ERROR:
             raise Failed(f"off by {detail['fitted_error']:.1%} after learning; at most {FITTED_ERROR:.0%}")
+
+    def ranks(self, deadline: Deadline, detail: dict[str, Any]) -> None:
+        """What ranks do together, and a small model over as many devices as there are."""
+        wrong = [f"collectives of one rank, {case}" for case in check_collectives(self._device)]
+        detail["collectives"] = "ok" if not wrong else "wrong"
+        most, is_cuda = num_devices(self._options.device), self._options.device == "cuda"
+        for tp, pp in RANKS:
+            name = f"tp {tp}, pp {pp}"
+            if tp * pp > most:
+                detail[name] = f"skipped: there are {most} devices"
+                continue
+            detail[name] = found = check_ranks(
+                lambda index: open_device(self._options.device, index),
+                # Triton's interpreter is for one thread.
+                lambda spec: preferred(candidates(spec), self._device) if is_cuda else TorchPagedAttention(),
+                tp,
+                pp,
+            )
+            if found["agreeing"] != found["tokens"]:
+                wrong.append(name)
+        if wrong:
+            raise Failed(f"not what one rank gives: {', '.join(wrong)}")
 
     def _ready(self) -> Bench:
         """Return the model on the device; the first call draws it."""

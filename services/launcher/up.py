@@ -28,7 +28,7 @@ READY_REQUEST_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Ring:
+class Ring:
     """The children, by stage of the ring from the clients down."""
 
     scheduler_admin: str  # URL
@@ -60,7 +60,7 @@ def run(config: UpConfig, config_file: str | None = None) -> int:
 
 
 async def _serve(config: UpConfig, config_file: str | None, model_name: str) -> int:
-    ring = _ring_of(config, config_file)
+    ring = ring_of(config, config_file)
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -93,7 +93,7 @@ async def _serve(config: UpConfig, config_file: str | None, model_name: str) -> 
     return status
 
 
-def _ring_of(config: UpConfig, config_file: str | None) -> _Ring:
+def ring_of(config: UpConfig, config_file: str | None) -> Ring:
     """Every process with its options. Ports between them are free ones of the loopback interface, the same for each
     life of a process."""
     admin_address, scheduler_address, *tokenizer_addresses = _free_addresses(2 + config.tokenizers)
@@ -117,7 +117,7 @@ def _ring_of(config: UpConfig, config_file: str | None) -> _Ring:
     def child(name: str, command: str, flags: list[str]) -> Child:
         return Child(name, legato_argv(command, [*flags, *shared]), supervised_environ())
 
-    return _Ring(
+    return Ring(
         scheduler_admin=f"http://{admin_host}:{admin_port}",
         gateway=child("gateway", "gateway", gateway),
         tokenizers=[
@@ -133,9 +133,9 @@ def _ring_of(config: UpConfig, config_file: str | None) -> _Ring:
         ],
         scheduler=child("scheduler", "scheduler", scheduler),
         workers=[
-            # Each on a GPU of its own.
-            child(f"worker-{index}", "worker", [*worker, *(["--device-index", str(index)] if on_gpus else [])])
-            for index in range(config.workers)
+            # Each on GPUs of its own: its first one, and the next for its other ranks.
+            child(f"worker-{index}", "worker", [*worker, *(["--device-index", str(first)] if on_gpus else [])])
+            for index, first in enumerate(range(0, num_processes, config.tp * config.pp))
         ],
     )
 

@@ -12,6 +12,7 @@ from gpu_worker.build import build, choose_dtype
 from gpu_worker.config import WorkerConfig
 from gpu_worker.errors import BackendUnavailable, UnusableModel
 from gpu_worker.kernels.build import usable_instruction_sets
+from gpu_worker.parallel.processes import config_of
 from tests.gpu_worker.hf import tiny_llama, tiny_of
 
 
@@ -36,6 +37,9 @@ def config(**options: Any) -> WorkerConfig:
         ({"pp": 2, "rank": 1}, "--rank is 1, which needs --rank-address"),
         ({"pp": 2, "rank_timeout_s": 0.0}, "--rank-timeout-s is 0; it must be above 0"),
         ({"tp": 2, "attention_backend": "native"}, "--attention-backend is native, which several ranks"),
+        ({"tp": 2, "attention_backend": "triton"}, "--attention-backend is triton, which several ranks"),
+        ({"tp": 2, "device": "cuda", "attention_backend": "cpu"}, "--attention-backend is cpu, which several ranks"),
+        ({"tp": 2, "load_format": "dummy"}, "--load-format is dummy, which several ranks"),
         (
             {"device": "cuda", "deterministic": True, "attention_backend": "fa3"},
             "--deterministic true on --device cuda needs --attention-backend triton; it is fa3",
@@ -50,6 +54,14 @@ def config(**options: Any) -> WorkerConfig:
 def test_options_that_do_not_fit_together_are_refused_with_both_values(options: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         config(**options)
+
+
+def test_each_rank_that_is_started_here_has_the_next_gpu() -> None:
+    first = {"tp": 2, "pp": 2, "rank": 0, "rank_address": "ipc:///tmp/link"}
+    cuda = config(**first, device="cuda", device_index=4, admin_port=9103)
+    assert [config_of(cuda, rank).device_index for rank in (1, 3)] == [5, 7]
+    assert (config_of(cuda, 3).rank, config_of(cuda, 3).admin_port) == (3, 0)
+    assert config_of(config(**first), 1).device_index == 0
 
 
 def test_a_pool_without_a_size_holds_three_requests_of_full_length(tmp_path: Path) -> None:

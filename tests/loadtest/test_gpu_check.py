@@ -16,7 +16,7 @@ from loadtest.gpu_check.stages import Deadline, Failed, Report, Skipped, run_sta
 TIMEOUT_S = 240
 STAGES = [
     *("probe", "kernels", "engine", "graphs", "deterministic"),
-    *("decode", "prefill", "hybrid", "stall", "host", "fit"),
+    *("decode", "prefill", "hybrid", "stall", "host", "fit", "ranks"),
 ]
 BARE = """
 import sys
