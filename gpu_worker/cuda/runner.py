@@ -19,17 +19,15 @@ from gpu_worker.attention.base import AttentionBackend
 from gpu_worker.attention.paged import PagedBatch
 from gpu_worker.cuda.buffers import NUM_SECTIONS, RowTensors, SlotState
 from gpu_worker.cuda.device import Device, Graph
+from gpu_worker.cuda.drawing import Drawing
 from gpu_worker.cuda.forward import DeviceForward
 from gpu_worker.cuda.operations import Operations
 from gpu_worker.cuda.results import MAX_RECORD_LEN, Launched, WantedScores
 from gpu_worker.cuda.returns import Returns
-from gpu_worker.cuda.sampler import Parameters, adjust, draw, needs_of
 from gpu_worker.cuda.scores import scored_places, write_records
 from gpu_worker.kv_cache import KvCache
 from gpu_worker.loading import LoadedModel
-from gpu_worker.logprobs import log_probabilities
 from gpu_worker.parallel.group import Group
-from gpu_worker.sampler import LEAST_TEMPERATURE, is_adjusted
 from gpu_worker.slots import Limits, Row
 
 MAX_IN_FLIGHT = 2
@@ -60,13 +58,19 @@ class CudaRunner:
         self._group = group or Group.alone(device.torch_device)
         self._layout = self._group.layout
         self._forward = DeviceForward(model, kv_cache, backend, operations, self._group, limits.vocab_size)
-        self._is_batch_invariant = operations.is_batch_invariant
         self._limits = limits
         self._state = SlotState(device, limits)
         self._section = limits.max_num_slots + 1
         self._packed = torch.zeros(NUM_SECTIONS * self._section, dtype=torch.int32, device=device.torch_device)
         self._rows = RowTensors.of(self._packed)
-        self._eos_token_ids = model.eos_token_ids
+        self._drawing = Drawing(
+            device,
+            self._state,
+            self._rows,
+            limits,
+            model.eos_token_ids,
+            row_by_row=operations.is_batch_invariant,
+        )
         # One for all graphs: each has gone through it before the next is replayed.
         self._logits = torch.zeros(
             min(BUCKETS[-1], limits.max_num_slots) if self._layout.samples else 0,
@@ -129,8 +133,9 @@ class CudaRunner:
         given = self._compute(ordered, sampled, self._inputs[parity], received, records[len(wanted.sampled) :])
         if self._layout.is_last_stage and sampled:
             if self._layout.samples:
-                self._draw([ordered[place] for place in sampled], given, tokens, records[: len(wanted.sampled)])
-            self._keep(self._group.broadcast(tokens))
+                drawn = [ordered[place] for place in sampled]
+                self._drawing.draw(drawn, given, tokens, records[: len(wanted.sampled)])
+            self._drawing.keep(self._group.broadcast(tokens))
         finished.record()
         with self._device.side_stream():
             # Beside the next iteration, which has another of the two buffers.
@@ -248,7 +253,7 @@ class CudaRunner:
         for index, (piece, ids) in enumerate(pieces):
             logits = self._forward.logits(piece)
             if self._layout.samples:
-                write_records(records[index * size :][: len(ids)], self._log_probabilities(logits), ids)
+                write_records(records[index * size :][: len(ids)], self._drawing.log_probabilities(logits), ids)
         return self._forward.logits(hidden[: len(sampled)])
 
     def _send(self, rows: Sequence[Row], sampled: Sequence[int], num_rows: int, host: Tensor) -> None:
@@ -337,86 +342,6 @@ class CudaRunner:
             slots=blocks * block_size + positions % block_size,
             sampled=sampled,
         )
-
-    def _draw(self, rows: Sequence[Row], logits: Tensor, tokens: Tensor, records: Tensor) -> None:
-        """Enqueue the drawing of a token for each of these rows, all sampled; into tokens.
-
-        records are of those tokens whose requests want log-probabilities.
-        """
-        scored = [place for place, row in enumerate(rows) if row.resident.sampling.logprobs is not None]
-        # Now: penalties, biases and bars may be written to the logits, and scores are the model's own.
-        logprobs = self._log_probabilities(self._taken(logits, scored)) if scored else None
-        logits = self._adjusted(rows, logits)
-        self._bar_ends(rows, logits)
-        slots, positions = self._drawn_places(len(rows))
-        samplings = [row.resident.sampling for row in rows]
-        is_greedy = [sampling.temperature < LEAST_TEMPERATURE or sampling.top_k == 1 for sampling in samplings]
-        state = self._state
-        parameters = Parameters(
-            is_greedy=(state.temperatures[slots] < LEAST_TEMPERATURE) | (state.top_ks[slots] == 1),
-            seeds=state.seeds[slots],
-            positions=positions,
-            temperatures=state.temperatures[slots].clamp(min=LEAST_TEMPERATURE),
-            top_ks=state.top_ks[slots],
-            top_ps=state.top_ps[slots],
-            min_ps=state.min_ps[slots],
-        )
-        raced = [sampling for sampling, greedy in zip(samplings, is_greedy, strict=True) if not greedy]
-        tokens.copy_(draw(logits, parameters, needs_of(raced), row_by_row=self._is_batch_invariant))
-        if logprobs is not None:
-            write_records(records, logprobs, self._taken(tokens, scored))
-
-    def _keep(self, tokens: Tensor) -> None:
-        """Put each token that was drawn now after its request's."""
-        self._state.tokens[self._drawn_places(len(tokens))] = tokens
-
-    def _drawn_places(self, num_sampled: int) -> tuple[Tensor, Tensor]:
-        """Return the slots of the rows that are sampled now, and the positions of their tokens, each (samples,)."""
-        places = self._rows.sampled[:num_sampled].long()
-        return self._rows.slots[places].long(), self._rows.kv_lens[places].long()
-
-    def _log_probabilities(self, logits: Tensor) -> Tensor:
-        """Return log-probabilities, (rows, vocab) float32; row by row where another order of sums must not show."""
-        if not self._is_batch_invariant:
-            return log_probabilities(logits)
-        # A copy, since how a row lies in memory decides the order, too.
-        return torch.cat([log_probabilities(row.clone()) for row in torch.split(logits, 1)])
-
-    def _taken(self, tensor: Tensor, places: Sequence[int]) -> Tensor:
-        """Return these of its rows; itself where that is all."""
-        if len(places) == len(tensor):
-            return tensor
-        return tensor.index_select(0, self._device.upload(torch.tensor(places)))
-
-    def _adjusted(self, rows: Sequence[Row], logits: Tensor) -> Tensor:
-        """Return the logits of these rows with penalties and biases of those that ask for any."""
-        asked = [(place, row) for place, row in enumerate(rows) if is_adjusted(row.resident.sampling)]
-        if not asked:
-            return logits
-        logits = logits.float()
-        for place, row in asked:
-            resident, end = row.resident, row.start + row.num_tokens
-            adjust(
-                logits[place],
-                resident.sampling,
-                self._state.tokens[resident.slot, :end],
-                resident.num_prompt_tokens,
-                self._device.upload,
-            )
-        return logits
-
-    def _bar_ends(self, rows: Sequence[Row], logits: Tensor) -> None:
-        """Bar ends from outputs that are still too short to end, in place."""
-        vocab_size = self._limits.vocab_size
-        barred: list[tuple[int, int]] = []
-        for place, row in enumerate(rows):
-            sampling = row.resident.sampling
-            if row.start + row.num_tokens - row.resident.num_prompt_tokens < sampling.min_tokens:
-                ends = (*self._eos_token_ids, *sampling.stop_token_ids)
-                barred += [(place, token_id) for token_id in ends if 0 <= token_id < vocab_size]
-        if barred:
-            places = self._device.upload(torch.tensor(barred, dtype=torch.int64).T.contiguous())
-            logits[places[0], places[1]] = float("-inf")
 
     def _bucket_of(self, num_rows: int) -> int | None:
         """Return the smallest batch with a graph that holds so many rows."""
