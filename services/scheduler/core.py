@@ -42,7 +42,7 @@ from services.scheduler.events import (
 from services.scheduler.limits import Limits
 from services.scheduler.planner import Planner
 from services.scheduler.request import Placement, Request
-from services.scheduler.waiting import WaitingQueue
+from services.scheduler.waiting import Ahead, WaitingQueue
 from services.scheduler.worker import Worker
 
 
@@ -119,11 +119,11 @@ class SchedulerCore:
         """Requests that have not been told their end."""
         return len(self._requests)
 
-    def predicted_wait_ns(self, num_before: int | None = None) -> int:
-        """How long a request with so many before it, or all that wait, will wait before it begins, as far as can be
+    def predicted_wait_ns(self, ahead: Ahead | None = None) -> int:
+        """How long a request with so much before it, or all that waits, will wait before it begins, as far as can be
         said."""
         tokens_per_s = sum(worker.prefill_tokens_per_s for worker in self._workers.values())
-        return self._waiting.predicted_wait_ns(tokens_per_s, len(self._waiting) if num_before is None else num_before)
+        return self._waiting.predicted_wait_ns(tokens_per_s, ahead)
 
     def budget(self, worker: Worker, now_ns: int) -> Budget:
         """What the worker's next iteration may hold, and why. Changes nothing."""
@@ -172,14 +172,14 @@ class SchedulerCore:
         allowed_wait_ns = self._limits.queue_timeout_ns
         if arrived.deadline_ms is not None:
             allowed_wait_ns = min(allowed_wait_ns, int(arrived.deadline_ms * 1e6))
-        num_before = self._waiting.num_before(arrived.priority)
+        ahead = self._ahead_of(arrived)
         refusal = refusal_of(
             arrived,
             self._limits,
             num_waiting=len(self._waiting),
-            num_before=num_before,
+            num_before=ahead.num_requests,
             capacity=max((worker.capacity for worker in self._workers.values()), default=None),
-            predicted_wait_ns=self.predicted_wait_ns(num_before),
+            predicted_wait_ns=self.predicted_wait_ns(ahead),
             allowed_wait_ns=allowed_wait_ns,
         )
         if arrived.request_id in self._requests:
@@ -211,6 +211,15 @@ class SchedulerCore:
             RequestQueued(
                 request_id=arrived.request_id, attempt=arrived.attempt, num_prompt_tokens=arrived.num_prompt_tokens
             )
+        )
+
+    def _ahead_of(self, arrived: RequestArrived) -> Ahead:
+        """What would begin before it. Short prompts go first where prompts wait to be read, but not where the first of
+        them waits for room."""
+        first = self._waiting.first
+        has_room = first is not None and self._planner.placer.has_room(self._workers.values(), first)
+        return self._waiting.ahead_of(
+            arrived.priority, arrived.num_prompt_tokens, self._planner.num_places if has_room else 1
         )
 
     def _end(

@@ -93,6 +93,10 @@ class Placer:
             return fits[0] if fits else None
         return min(fits, key=lambda fit: self._cost(fit, request, about))
 
+    def has_room(self, workers: Iterable[Worker], request: Request) -> bool:
+        """Whether a worker could begin it now, if its iteration had time for it."""
+        return any(self._fit(worker, request, AboutToBegin(worker)) is not None for worker in workers)
+
     def can_ever_hold(self, worker: Worker, request: Request) -> bool:
         """Whether the request fits the worker when it is alone there. Its last token is never computed."""
         return request.max_len - 1 <= worker.capacity

@@ -39,6 +39,13 @@ class Planner:
         self.placer = Placer(limits, reserves_max_len=self._policy.reserves_max_len)
         self.preempted: list[RequestPreempted] = []  # by the plan in hand; the core takes them
 
+    @property
+    def num_places(self) -> int:
+        """Waiting prompts that are looked at together, of which the shorter ones are read first."""
+        running = (request.placed for worker in self._workers.values() for request in worker.running)
+        num_being_read = sum(not placement.is_decoding for placement in running)
+        return self._policy.num_shared * len(self._workers) - num_being_read
+
     def plan(self, worker: Worker, now_ns: int) -> RunIteration | None:
         """Take what the worker's next iteration needs, and return it; None if there is nothing to compute."""
         self._make_room(worker)

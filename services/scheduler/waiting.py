@@ -2,11 +2,20 @@
 
 from bisect import bisect_right, insort
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from services.scheduler.request import Request
 
 START_GAP_SHARE = 0.1
 """Weight of the newest gap between two requests that began, in the running mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """What begins before a request does."""
+
+    num_requests: int
+    num_tokens: int  # that are read meanwhile
 
 
 class WaitingQueue:
@@ -54,18 +63,32 @@ class WaitingQueue:
             self._mean_start_gap_ns += START_GAP_SHARE * (gap_ns - self._mean_start_gap_ns)
         self._last_start_ns = now_ns if self._requests else None
 
-    def num_before(self, priority: int) -> int:
-        """How many would begin before a request of this priority that comes now."""
-        return bisect_right(self._requests, priority, key=lambda request: request.arrived.priority)
+    def ahead_of(self, priority: int, num_tokens: int, num_places: int) -> Ahead:
+        """What would begin before a request of this priority and length that comes now.
 
-    def predicted_wait_ns(self, prefill_tokens_per_s: float, num_before: int) -> int:
-        """How long a request with so many before it will wait: until their prompts are read, or until as many requests
+        Args:
+            priority: Its own.
+            num_tokens: Of its prompt.
+            num_places: Prompts that are looked at together, of which the shorter ones are read first; 1 where the queue
+                moves in order. As many at least as must begin for it to be among them count, the shortest ones: they
+                are the first to be read.
+        """
+        older = self._requests[: bisect_right(self._requests, priority, key=lambda request: request.arrived.priority)]
+        if num_places <= 1:
+            return Ahead(len(older), sum(len(request.token_ids) for request in older))
+        by_urgency = sorted((request.arrived.priority, len(request.token_ids)) for request in older)
+        num_ahead = max(len(older) - num_places + 1, bisect_right(by_urgency, (priority, num_tokens)))
+        # The oldest one takes half of what is read, whatever its length.
+        shorter = sum(length for _, length in by_urgency[:num_ahead])
+        return Ahead(num_ahead, min(2 * shorter, sum(length for _, length in by_urgency)))
+
+    def predicted_wait_ns(self, prefill_tokens_per_s: float, ahead: Ahead | None = None) -> int:
+        """How long until so many have begun, or all that wait: until their prompts are read, or until as many requests
         have begun at the pace at which they did of late, whichever is longer. 0 while nothing is known."""
-        num_tokens = self._num_tokens
-        if num_before < len(self._requests):
-            num_tokens = sum(len(request.token_ids) for request in self._requests[:num_before])
-        by_tokens = num_tokens * 1e9 / prefill_tokens_per_s if prefill_tokens_per_s else 0.0
-        by_starts = num_before * (self._mean_start_gap_ns or 0.0)
+        if ahead is None:
+            ahead = Ahead(len(self._requests), self._num_tokens)
+        by_tokens = ahead.num_tokens * 1e9 / prefill_tokens_per_s if prefill_tokens_per_s else 0.0
+        by_starts = ahead.num_requests * (self._mean_start_gap_ns or 0.0)
         return int(max(by_tokens, by_starts))
 
 

@@ -54,6 +54,7 @@ class Policy:
     name: str
     fill: "Callable[[Batch, Running, Iterable[Candidate]], None]"
     is_chunked: bool = True  # it cuts prompts to what fits
+    num_shared: int = 1  # prompts that share an iteration, of which the shorter ones are read first
     reserves_max_len: bool = False  # a request begins only where prompt and max_tokens fit beside all others'
 
 

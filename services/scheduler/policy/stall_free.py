@@ -47,4 +47,4 @@ def _urgency(candidate: Candidate) -> tuple[int, int]:
     return candidate.request.arrived.priority, candidate.num_tokens
 
 
-POLICY = Policy(name="stall_free", fill=fill)
+POLICY = Policy(name="stall_free", fill=fill, num_shared=MAX_PREFILLS)

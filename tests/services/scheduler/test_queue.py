@@ -5,6 +5,7 @@ import pytest
 from common.messages.requests import RequestRejected
 from services.scheduler.events import RequestPreempted
 from services.scheduler.placement import MAX_LOOK_PAST, MAX_OVERTAKEN
+from services.scheduler.waiting import WaitingQueue
 from tests.services.scheduler.world import World
 
 
@@ -100,3 +101,56 @@ def test_only_those_that_go_before_it_count_for_a_newcomers_wait(priority: int, 
     if refused:
         assert "go before it" in refused[0].detail
         assert refused[0].retry_after_s is not None
+
+
+def test_a_short_prompt_counts_only_what_is_read_before_it() -> None:
+    """Long prompts wait to be read, at 320 tokens a second."""
+    world = World(token_budget=16, num_blocks=2000, max_num_slots=64)
+    for index in range(8):
+        world.arrive(f"long {index}", prompt_len=800, max_tokens=2)
+    for _ in range(10):
+        world.finish_iteration(took_ns=50_000_000)
+    world.arrive("long too", prompt_len=800, max_tokens=2, deadline_ms=1000.0)
+    world.arrive("short", prompt_len=4, max_tokens=2, deadline_ms=1000.0)
+    for _ in range(20):
+        world.finish_iteration(took_ns=50_000_000)
+    (refused,) = world.terminals["long too"]
+    assert isinstance(refused, RequestRejected)
+    assert "6 requests go before it" in refused.detail
+    assert world.output["short"] == world.expected_output("short", 4, 2)
+
+
+def test_a_short_prompt_waits_like_any_other_where_room_is_short() -> None:
+    world = World(token_budget=64, num_blocks=64, max_num_slots=1)
+    for index in range(6):
+        world.arrive(f"other {index}", prompt_len=100, max_tokens=40)
+    for _ in range(100):  # Two others begin, one after another: the queue has a pace.
+        world.finish_iteration(took_ns=50_000_000)
+    world.arrive("short", prompt_len=4, max_tokens=2, deadline_ms=1000.0)
+    (refused,) = world.terminals["short"]
+    assert isinstance(refused, RequestRejected)
+
+
+@pytest.mark.parametrize(
+    ("priority", "num_tokens", "num_places", "expected"),
+    [
+        (0, 5, 16, (0, 0)),  # All are longer.
+        (0, 30, 16, (2, 80)),  # Two are no longer than it, read with half of the time.
+        (0, 900, 16, (4, 360)),  # All are shorter: their sum, and no more.
+        (0, 5, 3, (2, 80)),  # Two must begin before it is looked at, the shortest ones at best.
+        (0, 30, 1, (4, 360)),  # In order.
+        (1, 5, 16, (4, 360)),  # All are of a better priority.
+        (-1, 900, 16, (0, 0)),  # None is.
+    ],
+)
+def test_what_goes_before_a_newcomer(
+    priority: int, num_tokens: int, num_places: int, expected: tuple[int, int]
+) -> None:
+    world = World(num_workers=0)
+    for length in (100, 10, 220, 30):
+        world.arrive(f"of {length}", prompt_len=length, max_tokens=2)
+    queue = WaitingQueue()
+    for request in world.core.open_requests:
+        queue.add(request)
+    ahead = queue.ahead_of(priority, num_tokens, num_places)
+    assert (ahead.num_requests, ahead.num_tokens) == expected
