@@ -1,13 +1,10 @@
 """The scheduler: a deterministic state machine that decides what runs next, where, and with how many tokens."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import assert_never
 
 from common.cost.devices import DEVICES
 from common.ids import RequestId, Slot, TokenizerId, WorkerId
 from common.messages.cards import PoolCard
-from common.messages.gaps import WorkerGap
 from common.messages.logprobs import TokenScores
 from common.messages.plans import IterationDone, PlanRefused, SlotScores
 from common.messages.requests import (
@@ -19,7 +16,7 @@ from common.messages.requests import (
     RequestRejected,
     Stamps,
 )
-from common.messages.streams import PromptScored, RequestArrived, StopReached, StreamBatch, TokensSampled
+from common.messages.streams import PromptScored, RequestArrived, StopReached, TokensSampled
 from services.scheduler.account import Gaps, interrupt
 from services.scheduler.admission import Refusal, refusal_of
 from services.scheduler.answers import answers
@@ -31,7 +28,6 @@ from services.scheduler.events import (
     PoolChanged,
     RequestFinished,
     RunIteration,
-    SendStreams,
     TimerFired,
     TokenizerLost,
     WakeAt,
@@ -40,20 +36,11 @@ from services.scheduler.events import (
     WorkerReported,
 )
 from services.scheduler.limits import Limits
+from services.scheduler.outboxes import Outboxes
 from services.scheduler.planner import Planner
 from services.scheduler.request import Placement, Request
 from services.scheduler.waiting import Ahead, WaitingQueue
 from services.scheduler.worker import Worker
-
-
-@dataclass(slots=True)
-class _Outbox:
-    """What one tokenizer must be told after the current event."""
-
-    queued: list[RequestQueued] = field(default_factory=list)
-    scored: list[PromptScored] = field(default_factory=list)
-    sampled: list[TokensSampled] = field(default_factory=list)
-    ended: list[RequestEnded | RequestRejected] = field(default_factory=list)
 
 
 class SchedulerCore:
@@ -76,9 +63,7 @@ class SchedulerCore:
         # Of the current step: plans, what goes to each tokenizer in one message, and all else.
         self._plans: list[RunIteration] = []
         self._told: list[Effect] = []
-        self._outboxes: dict[TokenizerId, _Outbox] = {}
-        self._stamps: Stamps | None = None
-        self._gaps: list[WorkerGap] = []
+        self._outboxes = Outboxes()
         self._new_due_ns: int | None = None  # the earliest moment that became worth waking for
 
     @property
@@ -135,7 +120,7 @@ class SchedulerCore:
 
         Plans come first: a device may idle until they leave, while text can wait.
         """
-        self._plans, self._told, self._outboxes, self._stamps, self._new_due_ns = [], [], {}, None, None
+        self._plans, self._told, self._outboxes, self._new_due_ns = [], [], Outboxes(), None
         match event:
             case RequestArrived():
                 self._arrive(event, now_ns)
@@ -163,12 +148,12 @@ class SchedulerCore:
                 assert_never(event)
         self._plan_workers(now_ns)
         self._ask_to_be_woken()
-        return (*self._plans, *self._stream_effects(), *self._told)
+        return (*self._plans, *self._outboxes.effects(), *self._told)
 
     # --- requests come and go ---------------------------------------------------------------------------------------
 
     def _arrive(self, arrived: RequestArrived, now_ns: int) -> None:
-        outbox = self._outbox(arrived.tokenizer_id)
+        outbox = self._outboxes.of(arrived.tokenizer_id)
         allowed_wait_ns = self._limits.queue_timeout_ns
         if arrived.deadline_ms is not None:
             allowed_wait_ns = min(allowed_wait_ns, int(arrived.deadline_ms * 1e6))
@@ -237,7 +222,7 @@ class SchedulerCore:
         request.has_ended = True
         del self._requests[request.request_id]
         if is_told:
-            self._outbox(request.arrived.tokenizer_id).ended.append(
+            self._outboxes.of(request.arrived.tokenizer_id).ended.append(
                 RequestEnded(
                     request_id=request.request_id,
                     attempt=request.arrived.attempt,
@@ -297,7 +282,7 @@ class SchedulerCore:
         self._waiting.remove(request)
         waited_s = (now_ns - request.arrived_ns) / 1e9
         reason = RejectReason.QUEUE_TIMEOUT if self._workers else RejectReason.UNAVAILABLE
-        self._outbox(request.arrived.tokenizer_id).ended.append(
+        self._outboxes.of(request.arrived.tokenizer_id).ended.append(
             RequestRejected(
                 request_id=request.request_id,
                 attempt=request.arrived.attempt,
@@ -386,9 +371,8 @@ class SchedulerCore:
         worker.in_flight.popleft()
         worker.num_refusals = 0
         worker.observe(flight, done, now_ns, self._limits)
-        self._stamps = Stamps(worker.worker_id, done.iteration, done.finished_ns, now_ns)
         gaps = worker.account.take(flight, done, now_ns)
-        self._gaps = gaps.rows
+        self._outboxes.note_result(Stamps(worker.worker_id, done.iteration, done.finished_ns, now_ns), gaps.rows)
         scores_of_slot = {row.slot: row.scores for row in done.sampled_scores}
         prompt_scores_of_slot = {row.slot: row for row in done.prompt_scores}
         for placement in flight.decodes:
@@ -413,7 +397,7 @@ class SchedulerCore:
     def _scored(self, request: Request, scored: SlotScores) -> None:
         arrived = request.arrived
         request.num_scored = scored.first_index + scored.scores.num_tokens
-        self._outbox(arrived.tokenizer_id).scored.append(
+        self._outboxes.of(arrived.tokenizer_id).scored.append(
             PromptScored(arrived.request_id, arrived.attempt, scored.first_index, scored.scores)
         )
 
@@ -437,7 +421,7 @@ class SchedulerCore:
             arrived, token_ids, token_id = request.arrived, request.token_ids, token_of_slot[placement.slot]
             if arrived.tokenizer_id != tokenizer_id:
                 tokenizer_id = arrived.tokenizer_id
-                told = self._outbox(tokenizer_id).sampled
+                told = self._outboxes.of(tokenizer_id).sampled
             first_index = len(token_ids) - arrived.num_prompt_tokens
             gap = 0 if placement.tally is before else gaps.index_of(placement)
             placement.tally = gaps.latest
@@ -495,33 +479,16 @@ class SchedulerCore:
             # Stages of a pipeline hold a plan each; what depth adds to one is ahead of the first stage.
             while len(worker.in_flight) < self._limits.depth + worker.num_stages - 1:
                 plan = self._planner.plan(worker, now_ns)
-                if self._planner.preempted:
-                    self._told += self._planner.preempted
-                    self._planner.preempted = []
+                giving_way = self._planner.giving_way
+                if giving_way.preempted:
+                    self._told += giving_way.preempted
+                    giving_way.preempted = []
                 if plan is None:
                     break
                 self._plans.append(plan)
                 self._note_due(worker.in_flight[0].timeout_ns)
 
-    # --- what the world is told -------------------------------------------------------------------------------------
-
-    def _outbox(self, tokenizer_id: TokenizerId) -> _Outbox:
-        outbox = self._outboxes.get(tokenizer_id)
-        if outbox is None:
-            outbox = self._outboxes[tokenizer_id] = _Outbox()
-        return outbox
-
-    def _stream_effects(self) -> Iterator[SendStreams]:
-        for tokenizer_id, outbox in self._outboxes.items():
-            batch = StreamBatch(
-                queued=tuple(outbox.queued),
-                scored=tuple(outbox.scored),
-                sampled=tuple(outbox.sampled),
-                stamps=self._stamps if outbox.sampled else None,
-                gaps=tuple(self._gaps) if outbox.sampled else (),
-                ended=tuple(outbox.ended),
-            )
-            yield SendStreams(tokenizer_id=tokenizer_id, batch=batch)
+    # --- what must be looked at later -------------------------------------------------------------------------------
 
     def _ask_to_be_woken(self) -> None:
         due_ns = self._new_due_ns

@@ -7,12 +7,12 @@ from math import inf
 from common.cost.load import Load
 from common.ids import BlockId, WorkerId
 from common.messages.plans import GrownTable, NewRequest
-from services.scheduler.account import interrupt
 from services.scheduler.deadlines import choose_decodes
-from services.scheduler.events import Bound, Chunk, Decode, RequestPreempted, RunIteration
+from services.scheduler.events import Bound, Chunk, Decode, RunIteration
+from services.scheduler.giving_way import GivingWay
 from services.scheduler.limits import Limits
 from services.scheduler.micro_batches import deal, even_out
-from services.scheduler.placement import AboutToBegin, Placer
+from services.scheduler.placement import Placer
 from services.scheduler.policy import POLICIES
 from services.scheduler.policy.batch import Batch, Candidate, Room, Running
 from services.scheduler.request import Placement, Request
@@ -37,7 +37,7 @@ class Planner:
         self._workers = workers
         self._policy = POLICIES[limits.policy]
         self.placer = Placer(limits, reserves_max_len=self._policy.reserves_max_len)
-        self.preempted: list[RequestPreempted] = []  # by the plan in hand; the core takes them
+        self.giving_way = GivingWay(waiting, workers, self.placer)
 
     @property
     def num_places(self) -> int:
@@ -48,8 +48,8 @@ class Planner:
 
     def plan(self, worker: Worker, now_ns: int) -> RunIteration | None:
         """Take what the worker's next iteration needs, and return it; None if there is nothing to compute."""
-        self._make_room(worker)
-        self._make_way_for_urgent(worker)
+        self.giving_way.make_room(worker)
+        self.giving_way.make_way_for_urgent(worker)
         for micro_batch in worker.turns(self._limits.depth):
             if (plan := self._plan(worker, micro_batch, now_ns)) is not None:
                 return plan
@@ -275,87 +275,6 @@ class Planner:
         placement.num_planned = start + num_tokens
         placement.num_in_flight += 1
         return Chunk(placement.request.request_id, placement.slot, start, num_tokens, is_sampled), new_blocks
-
-    # --- giving way
-
-    def _make_room(self, worker: Worker) -> None:
-        """See to it that every decode, and the oldest request whatever it does, has blocks for its next token.
-
-        The newest request gives way. One that a plan in flight names is left out of further plans until it can; the
-        oldest never gives way, so progress is certain.
-        """
-        if worker.has_parked:
-            worker.has_parked = False
-            for request in worker.running:
-                request.placed.is_parked = False
-        while (needy := self._first_needy(worker)) is not None:
-            if not self._give_way(worker, worker.running[:0:-1], needy):
-                return
-
-    def _first_needy(self, worker: Worker) -> Request | None:
-        """The best-ranked request that must have a block now, when there are too few for all who must."""
-        pool = worker.pool
-        if len(worker.running) <= pool.num_free - pool.num_reserved:
-            return None  # Each may have one.
-        num_due = 0
-        first: Request | None = None
-        for request in worker.running:
-            placement = request.placed
-            if placement.is_parked or placement.is_pinned:
-                continue
-            if placement.num_planned < placement.room:
-                continue
-            is_due = placement.is_decoding or request is worker.running[0]
-            if is_due and placement.has_more:
-                num_due += 1
-                first = first or request
-        return first if num_due > pool.num_free - pool.num_reserved else None
-
-    def _make_way_for_urgent(self, worker: Worker) -> None:
-        """Preempt for a waiting request of better priority that finds no room anywhere: the newest of the worst
-        priority, on the worker that runs the worst-ranked of all."""
-        urgent = self._waiting.first
-        if urgent is None or not worker.running:
-            return
-        worst = worker.running[-1].rank
-        if urgent.arrived.priority >= worst[0] or not self.placer.can_ever_hold(worker, urgent):
-            return
-        if any(other.running and other.running[-1].rank > worst for other in self._workers.values()):
-            return
-        if self.placer.best(self._workers.values(), urgent, AboutToBegin(worker)) is not None:
-            return
-        lower = [request for request in reversed(worker.running) if request.arrived.priority > urgent.arrived.priority]
-        self._give_way(worker, lower, urgent)
-
-    def _give_way(self, worker: Worker, requests: list[Request], needy: Request) -> bool:
-        """Preempt, or park, the first of requests that may be; whether there was one."""
-        for victim in requests:
-            placement = victim.placed
-            if placement.is_parked or placement.is_pinned or victim is needy:
-                continue
-            if placement.num_in_flight > 0:
-                placement.is_parked = worker.has_parked = True
-            else:
-                self._preempt(worker, victim, needy)
-            return True
-        return False
-
-    def _preempt(self, worker: Worker, victim: Request, needy: Request) -> None:
-        placement = victim.placed
-        worker.running.remove(victim)
-        self.preempted.append(
-            RequestPreempted(
-                request_id=victim.request_id,
-                for_request_id=needy.request_id,
-                worker_id=worker.worker_id,
-                num_tokens=placement.num_computed,
-            )
-        )
-        interrupt(placement, is_worker_lost=False, culprit=needy)
-        worker.give_back(placement)
-        victim.placement = None
-        victim.num_preemptions += 1
-        self._waiting.add(victim)
 
 
 def _take_decodes(batch: Batch, grown: list[GrownTable]) -> list[Placement]:

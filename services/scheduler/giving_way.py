@@ -1,0 +1,99 @@
+"""Who gives way when blocks are short: the newest, to those who stream, and to those of a better priority."""
+
+from common.ids import WorkerId
+from services.scheduler.account import interrupt
+from services.scheduler.events import RequestPreempted
+from services.scheduler.placement import AboutToBegin, Placer
+from services.scheduler.request import Request
+from services.scheduler.waiting import WaitingQueue
+from services.scheduler.worker import Worker
+
+
+class GivingWay:
+    """Preempts before a plan is made. Owned by the planner, whose queue and workers it shares."""
+
+    def __init__(self, waiting: WaitingQueue, workers: dict[WorkerId, Worker], placer: Placer) -> None:
+        self._waiting = waiting
+        self._workers = workers
+        self._placer = placer
+        self.preempted: list[RequestPreempted] = []
+        """By the plan in hand; the core takes them."""
+
+    def make_room(self, worker: Worker) -> None:
+        """See to it that every decode, and the oldest request whatever it does, has blocks for its next token.
+
+        The newest request gives way. One that a plan in flight names is left out of further plans until it can; the
+        oldest never gives way, so progress is certain.
+        """
+        if worker.has_parked:
+            worker.has_parked = False
+            for request in worker.running:
+                request.placed.is_parked = False
+        while (needy := self._first_needy(worker)) is not None:
+            if not self._give_way(worker, worker.running[:0:-1], needy):
+                return
+
+    def _first_needy(self, worker: Worker) -> Request | None:
+        """The best-ranked request that must have a block now, when there are too few for all who must."""
+        pool = worker.pool
+        if len(worker.running) <= pool.num_free - pool.num_reserved:
+            return None  # Each may have one.
+        num_due = 0
+        first: Request | None = None
+        for request in worker.running:
+            placement = request.placed
+            if placement.is_parked or placement.is_pinned:
+                continue
+            if placement.num_planned < placement.room:
+                continue
+            is_due = placement.is_decoding or request is worker.running[0]
+            if is_due and placement.has_more:
+                num_due += 1
+                first = first or request
+        return first if num_due > pool.num_free - pool.num_reserved else None
+
+    def make_way_for_urgent(self, worker: Worker) -> None:
+        """Preempt for a waiting request of better priority that finds no room anywhere: the newest of the worst
+        priority, on the worker that runs the worst-ranked of all."""
+        urgent = self._waiting.first
+        if urgent is None or not worker.running:
+            return
+        worst = worker.running[-1].rank
+        if urgent.arrived.priority >= worst[0] or not self._placer.can_ever_hold(worker, urgent):
+            return
+        if any(other.running and other.running[-1].rank > worst for other in self._workers.values()):
+            return
+        if self._placer.best(self._workers.values(), urgent, AboutToBegin(worker)) is not None:
+            return
+        lower = [request for request in reversed(worker.running) if request.arrived.priority > urgent.arrived.priority]
+        self._give_way(worker, lower, urgent)
+
+    def _give_way(self, worker: Worker, requests: list[Request], needy: Request) -> bool:
+        """Preempt, or park, the first of requests that may be; whether there was one."""
+        for victim in requests:
+            placement = victim.placed
+            if placement.is_parked or placement.is_pinned or victim is needy:
+                continue
+            if placement.num_in_flight > 0:
+                placement.is_parked = worker.has_parked = True
+            else:
+                self._preempt(worker, victim, needy)
+            return True
+        return False
+
+    def _preempt(self, worker: Worker, victim: Request, needy: Request) -> None:
+        placement = victim.placed
+        worker.running.remove(victim)
+        self.preempted.append(
+            RequestPreempted(
+                request_id=victim.request_id,
+                for_request_id=needy.request_id,
+                worker_id=worker.worker_id,
+                num_tokens=placement.num_computed,
+            )
+        )
+        interrupt(placement, is_worker_lost=False, culprit=needy)
+        worker.give_back(placement)
+        victim.placement = None
+        victim.num_preemptions += 1
+        self._waiting.add(victim)
