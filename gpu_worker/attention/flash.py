@@ -207,9 +207,10 @@ def _version_of(*names: str) -> str:
 
 
 def _release(text: str) -> tuple[int, ...]:
-    """Return the leading numbers of a version: (2, 8, 3) of 2.8.3.post2."""
+    """Return the leading numbers of a version: (2, 8, 3) of 2.8.3.post2, and of 2.8.3+cu12, as ready-made builds are
+    called."""
     numbers: list[int] = []
-    for part in text.split("."):
+    for part in text.partition("+")[0].split("."):
         if not part.isdigit():
             break
         numbers.append(int(part))

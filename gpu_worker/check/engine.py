@@ -13,8 +13,10 @@ from gpu_worker.check.setup import Bench, random_tokens, resident_of
 from gpu_worker.cuda.runner import CudaRunner
 from gpu_worker.slots import Row
 
-MAX_DENSE_ERROR = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
-MAX_CHUNKING_ERROR = {torch.bfloat16: 1e-2, torch.float32: 1e-4}
+MAX_DENSE_ERROR = {torch.bfloat16: 4e-2, torch.float32: 1e-4}
+"""Of bfloat16's, rounding alone takes 1.4e-2: 32 layers of width 1,024 on a CPU, with weights as build_bench draws."""
+MAX_CHUNKING_ERROR = MAX_DENSE_ERROR
+"""Another number of rows is another product's kernel, whose sums round elsewhere: no nearer than two that are right."""
 MAX_GRAPH_ERROR = 1e-3
 """Of logits out of a graph: the same kernels, but a batch that is filled up may take another product's kernel."""
 TIE = 5.0

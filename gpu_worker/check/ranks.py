@@ -1,15 +1,18 @@
 """Do several ranks give the tokens of one? What they do together, and a small model over the devices that there are."""
 
-import threading
+import json
+import os
+import subprocess
+import sys
+import tempfile
 import zlib
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gpu_worker.attention.base import AttentionBackend, AttentionSpec
-from gpu_worker.check.setup import random_tokens, resident_of
+from gpu_worker.attention.base import AttentionSpec
+from gpu_worker.check.setup import candidates, open_device, preferred, random_tokens, resident_of
 from gpu_worker.cuda.build import new_runner
 from gpu_worker.cuda.device import Device
 from gpu_worker.cuda.operations import operations_for
@@ -42,7 +45,10 @@ CONFIG = ModelConfig(
 PROMPT_LENS = (50, 17)
 CHUNK_LEN = 20
 NUM_DECODES = 12
-T = TypeVar("T")
+
+
+class RankFailed(Exception):
+    """A rank ended with an error, or hangs; the message is its own."""
 
 
 def check_collectives(device: Device) -> list[str]:
@@ -72,79 +78,51 @@ def check_collectives(device: Device) -> list[str]:
     return wrong
 
 
-def check_ranks(
-    open_device: Callable[[int], Device], attention: Callable[[AttentionSpec], AttentionBackend[Any]], tp: int, pp: int
-) -> dict[str, Any]:
-    """Compare the greedy tokens of tp * pp ranks, a device and a thread each, with those of one.
+def check_ranks(kind: str, tp: int, pp: int) -> dict[str, Any]:
+    """Compare the greedy tokens of tp * pp ranks, a process and a device each, with those of one.
 
     Args:
-        open_device: Makes the device of that index the calling thread's, and returns it.
-        attention: Chooses a back end.
+        kind: Of device: cpu or cuda.
         tp: Ranks of a stage.
         pp: Stages.
 
     Returns:
         How many tokens there were, and how many agreed.
+
+    Raises:
+        RankFailed: If a rank ends with an error, or hangs.
     """
-    expected = _generate(open_device(0), attention, Group.alone(open_device(0).torch_device))
-
-    def run(layout: Layout, meet: Callable[[torch.device], Group]) -> list[int]:
-        device = open_device(layout.rank)
-        return _generate(device, attention, meet(device.torch_device))
-
-    tokens = next(tokens for tokens in run_ranks(tp, pp, run) if tokens)
+    device = open_device(kind)
+    expected = _generate(device, Group.alone(device.torch_device))
+    with tempfile.TemporaryDirectory() as directory:
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-m", __name__, kind, str(tp), str(pp), str(rank), f"{directory}/store"],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(tp * pp)
+        ]
+        try:
+            ends = [rank.communicate(timeout=2 * TIMEOUT_S) for rank in ranks]
+        except subprocess.TimeoutExpired as error:
+            raise RankFailed(f"a rank hangs for {error.timeout:g} s") from None
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+    for rank, (_, errors) in zip(ranks, ends, strict=True):
+        if rank.returncode:
+            raise RankFailed(errors.strip().rpartition("\n")[2])
+    tokens = next(tokens for output, _ in ends if (tokens := json.loads(output)))
     return {
         "tokens": len(expected),
         "agreeing": sum(mine == theirs for mine, theirs in zip(tokens, expected, strict=True)),
     }
 
 
-def run_ranks(
-    tp: int, pp: int, run: Callable[[Layout, Callable[[torch.device], Group]], T], *, do_stay: bool = True
-) -> list[T]:
-    """Run as every rank at a time, each in a thread of its own; return what each returned.
-
-    Args:
-        tp: Ranks of a stage.
-        pp: Stages.
-        run: Given a rank's place and a function that makes its group, with which it meets the others.
-        do_stay: Whether a rank that is through stays connected until all are.
-
-    Raises:
-        BaseException: What the first of them has raised; TimeoutError if one hangs.
-    """
-    store = c10d.HashStore()
-    results: dict[int, T] = {}
-    errors: dict[int, BaseException] = {}
-    staying: list[Group] = []
-
-    def main(rank: int) -> None:
-        layout = Layout(tp=tp, pp=pp, rank=rank)
-
-        def meet(device: torch.device) -> Group:
-            group = Group(store, layout, device, TIMEOUT_S, has_way_back=True)
-            if do_stay:
-                staying.append(group)
-            return group
-
-        try:
-            results[rank] = run(layout, meet)
-        except BaseException as error:
-            errors[rank] = error
-
-    threads = [threading.Thread(target=main, args=(rank,), daemon=True) for rank in range(tp * pp)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(2 * TIMEOUT_S)
-        if thread.is_alive() and not errors:
-            raise TimeoutError("a rank hangs")
-    for error in errors.values():
-        raise error  # The first: others follow from it.
-    return [results[rank] for rank in range(tp * pp)]
-
-
-def _generate(device: Device, attention: Callable[[AttentionSpec], AttentionBackend[Any]], group: Group) -> list[int]:
+def _generate(device: Device, group: Group) -> list[int]:
     """Return what two requests sample, on the rank that samples: prompts in chunks, then decodes out of graphs."""
     model = load_model(shard(_drawn_source(), group.layout), torch.float32, device=device.torch_device)
     spec = AttentionSpec.of(model.config, device=str(device.torch_device), dtype=torch.float32, block_size=16)
@@ -156,7 +134,8 @@ def _generate(device: Device, attention: Callable[[AttentionSpec], AttentionBack
         max_num_slots=4,
         max_chunk_tokens=64,
     )
-    runner = new_runner(device, model, attention(spec), operations_for(device.torch_device), spec, limits, group)
+    attention = preferred(candidates(spec), device)
+    runner = new_runner(device, model, attention, operations_for(device.torch_device), spec, limits, group)
     runner.warm_up()
     residents = [
         resident_of(slot, random_tokens(length, CONFIG.vocab_size, seed=slot), range(8 * slot, 8 * slot + 8))
@@ -203,3 +182,21 @@ def _drawn_source() -> ModelSource:
         return 1 + 0.1 * drawn if len(shape) == 1 else drawn * shape[1] ** -0.5
 
     return ModelSource(family=Llama(), config=CONFIG, eos_token_ids=(), tensor_names=frozenset(shapes), read=read)
+
+
+def _main(kind: str, tp: str, pp: str, rank: str, store: str) -> None:
+    """Be one of the ranks of check_ranks; print what it samples."""
+    layout = Layout(tp=int(tp), pp=int(pp), rank=int(rank))
+    device = open_device(kind, layout.rank)
+    if kind == "cpu":
+        torch.set_num_threads(1)
+    file = c10d.FileStore(store, layout.num_ranks)
+    tokens = _generate(device, Group(file, layout, device.torch_device, TIMEOUT_S, has_way_back=True))
+    print(json.dumps(tokens), flush=True)
+    file.set(f"through-{rank}", "")
+    file.wait([f"through-{other}" for other in range(layout.num_ranks)])  # None leaves while another needs it.
+    os._exit(0)  # As ranks in service: collectives' own ends may wait for each other.
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -145,8 +145,8 @@ def host_gaps(bench: Bench, num_rows: int, context: int, num_iterations: int) ->
 
 
 def launch_without_waiting(bench: Bench, num_rows: int, context: int) -> None:
-    """Launch a decode and a hybrid iteration while CUDA raises on whatever makes the host wait. One request of each is
-    drawn with all filters, and scored.
+    """Launch a decode and a hybrid iteration while CUDA raises on whatever makes the host wait. One request of each
+    asks for all that a request can ask for.
 
     Raises:
         RuntimeError: Of torch, naming the operation.
@@ -154,7 +154,19 @@ def launch_without_waiting(bench: Bench, num_rows: int, context: int) -> None:
     decodes = bench.decodes(num_rows, context)
     hybrid = [*decodes[1:], bench.row(0, 0, bench.scale.prefill_lens[0], 0)]
     for row in (decodes[0], hybrid[-1]):
-        row.resident.sampling = Sampling(top_p=0.9, top_k=50, min_p=0.01, logprobs=2, prompt_logprobs=0)
+        row.resident.sampling = Sampling(
+            top_p=0.9,
+            top_k=50,
+            min_p=0.01,
+            repetition_penalty=1.1,
+            frequency_penalty=0.1,
+            presence_penalty=0.1,
+            logit_bias=((1, 1.0), (2, -1.0)),
+            min_tokens=1 << 20,
+            stop_token_ids=(3, 4),
+            logprobs=2,
+            prompt_logprobs=0,
+        )
     for rows in (decodes, hybrid):
         bench.runner.launch(rows).wait()  # What is new of these requests is uploaded here.
         is_cuda = bench.device.torch_device.type == "cuda"

@@ -34,10 +34,13 @@ class Graph(Protocol):
 
 
 class Device(Protocol):
-    """Where a model runs. Used by the device thread; events may be waited for in another."""
+    """Where a model runs. Used by the device thread; events may be waited for in another, after enter_thread there."""
 
     torch_device: torch.device
     name: str
+
+    def enter_thread(self) -> None:
+        """Make it the calling thread's current device. Whoever makes it has done so."""
 
     def host_buffer(self, num_elements: int) -> Tensor:
         """Return int32 host memory, (num_elements,), that the device can copy to and from while the host goes on."""
@@ -76,11 +79,17 @@ class CudaDevice:
     """One CUDA device."""
 
     def __init__(self, index: int = 0) -> None:
-        torch.cuda.set_device(index)
         self.torch_device = torch.device("cuda", index)
+        self.enter_thread()
         self.name = f"cuda:{index} {torch.cuda.get_device_name(index)}"
-        self._side = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]  # torch's own.
+        # Torch's own constructor has no types. The default stream of captures is one for all devices of a process.
+        self._side = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+        self._capturing = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
+
+    def enter_thread(self) -> None:
+        # A thread begins on device 0: waiting for an event would make a context there, half a GiB of another's memory.
+        torch.cuda.set_device(self.torch_device)
 
     def host_buffer(self, num_elements: int) -> Tensor:
         return torch.zeros(num_elements, dtype=torch.int32, pin_memory=True)
@@ -99,7 +108,8 @@ class CudaDevice:
     def capture(self, run: Callable[[], Tensor], buffers: Callable[[], Sequence[Tensor]]) -> "CudaGraph":
         graph = torch.cuda.CUDAGraph()
         # One pool for all: they are replayed one after another, so each may use the others' scratch memory.
-        with torch.cuda.graph(graph, pool=self._pool):
+        # What other threads do meanwhile, such as torch's that watches over collectives, is not the capture's affair.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._capturing, capture_error_mode="thread_local"):
             result = run()
         return CudaGraph(graph, result)
 
@@ -160,6 +170,9 @@ class HostDevice:
         self.torch_device = torch.device("cpu")
         self.name = "cpu"
         self._memory_bytes = memory_bytes
+
+    def enter_thread(self) -> None:
+        pass
 
     def host_buffer(self, num_elements: int) -> Tensor:
         return torch.zeros(num_elements, dtype=torch.int32)

@@ -113,4 +113,5 @@ class Drawing:
                 barred += [(place, token_id) for token_id in ends if 0 <= token_id < vocab_size]
         if barred:
             places = self._device.upload(torch.tensor(barred, dtype=torch.int64).T.contiguous())
-            logits[places[0], places[1]] = float("-inf")
+            # A number in its place would be made a tensor on the host, and the host wait until it is copied.
+            logits[places[0], places[1]] = logits.new_full((len(barred),), float("-inf"))

@@ -17,6 +17,7 @@ def is_fusible(family: Family, config: ModelConfig) -> bool:
         and config.rope.rotated_share == 1
         and config.window_rope is None
         and config.embedding_scale == 1
+        and config.head_dim.bit_count() == 1  # Triton counts a head's elements in powers of two.
     )
 
 

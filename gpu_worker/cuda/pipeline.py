@@ -51,6 +51,7 @@ class Pipeline:
 
     def _main(self) -> None:
         try:
+            self._runner.device.enter_thread()
             while (item := self._launched.get()) is not None:
                 launched, report = item
                 computed = Computed([], 0) if launched is None else launched.wait()

@@ -54,7 +54,7 @@ class CudaRunner:
         assert kv_cache.num_blocks == limits.num_blocks + 1, "the last block takes what fills up a batch"
         self.kv_cache = kv_cache
         self.max_in_flight = MAX_IN_FLIGHT
-        self._device = device
+        self.device = device
         self._group = group or Group.alone(device.torch_device)
         self._layout = self._group.layout
         self._forward = DeviceForward(model, kv_cache, backend, operations, self._group, limits.vocab_size)
@@ -137,7 +137,7 @@ class CudaRunner:
                 self._drawing.draw(drawn, given, tokens, records[: len(wanted.sampled)])
             self._drawing.keep(self._group.broadcast(tokens))
         finished.record()
-        with self._device.side_stream():
+        with self.device.side_stream():
             # Beside the next iteration, which has another of the two buffers.
             output.copy_(results[: len(output)], non_blocking=True)
             copied.record()
@@ -149,13 +149,13 @@ class CudaRunner:
     def logits(self, rows: Sequence[Row]) -> Tensor:
         """Compute at least one row and draw nothing; return the logits of sampled ones, (samples, vocab), in the rows'
         order; none on ranks that do not sample. For checks: waits for the device, and for whatever is in flight."""
-        self._device.synchronize()
+        self.device.synchronize()
         ordered, sampled, order = _order(rows)
         self._state.update(rows)
         given = self._compute(ordered, sampled, self._inputs[0], self._receive(rows), None)
         self._hand_over(given, self._results[0][:0], ())
         logits = given[order].clone() if self._layout.samples else given[:0]
-        self._device.synchronize()
+        self.device.synchronize()
         return logits
 
     @torch.inference_mode()
@@ -171,10 +171,10 @@ class CudaRunner:
         self._fill_with_trash()
         for size in sizes:
             self._decode(size)  # Without a graph: what is compiled or allocated once must not be in it.
-            self._device.synchronize()
+            self.device.synchronize()
             if has_graphs:
-                self._graphs[size] = self._device.capture(partial(self._decode, size), self._buffers)
-        self._device.synchronize()
+                self._graphs[size] = self.device.capture(partial(self._decode, size), self._buffers)
+        self.device.synchronize()
         return (time.monotonic_ns() - started_ns) / 1e9
 
     def _receive(self, rows: Sequence[Row]) -> Tensor | None:
@@ -243,7 +243,7 @@ class CudaRunner:
         has been measured for, where logits of a whole chunk would take 0.5 GB.
         """
         self._send(rows, sampled, len(rows), host)
-        places, slots, positions = self._device.upload(scored_places(rows))
+        places, slots, positions = self.device.upload(scored_places(rows))
         lasts = self._last_tokens(len(rows), len(sampled))
         num_decodes = sum(row.num_tokens == 1 for row in rows)
         hidden = self._hybrid_hidden(rows, num_decodes, received, torch.cat([lasts, places]))
@@ -303,7 +303,7 @@ class CudaRunner:
         starts = self._rows.query_starts[: num_rows + 1]
         width = -(-longest // self._limits.block_size)
         tables = self._state.tables[:, :width].index_select(0, slots)  # (rows, width)
-        tokens = torch.arange(num_tokens, dtype=torch.int32, device=self._device.torch_device)
+        tokens = torch.arange(num_tokens, dtype=torch.int32, device=self.device.torch_device)
         row_of_token = torch.searchsorted(starts, tokens, right=True) - 1  # (tokens,) int64
         # A row's tokens end where its keys do.
         positions = (kv_lens[row_of_token] - starts[row_of_token + 1] + tokens).long()
@@ -331,7 +331,7 @@ class CudaRunner:
         token i is row i's only."""
         block_size = self._limits.block_size
         if row_of_token is None:
-            row_of_token = torch.arange(len(slots), device=self._device.torch_device)
+            row_of_token = torch.arange(len(slots), device=self.device.torch_device)
         if received is None:
             received = self._forward.embed(self._state.tokens[slots[row_of_token], positions])
         blocks = tables[row_of_token, positions // block_size].long()

@@ -5,6 +5,7 @@ RuntimeError when a peer is gone or its time is over. NCCL's are enqueued: what 
 stream afterwards waits for them on the device, and a timeout ends the process.
 """
 
+import os
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,16 @@ from torch.nn import functional
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
+
+NCCL_ENVIRONMENT = {
+    # Torch's watchdog waits four times this, a minute by default, between a timeout and the end of the process.
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "500",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    # Nor does it keep a Python traceback of every collective.
+    "TORCH_FR_BUFFER_SIZE": "0",
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "0",  # its name in older versions
+}
+"""Settings of torch's that it reads when a group is made; what the operator has set stays."""
 
 # What torch.distributed takes over from its extension, its stubs do not say.
 c10d: Any = dist
@@ -75,6 +86,8 @@ def new_backend(
         host: Address of this machine by which the others reach it (gloo; NCCL chooses by itself).
     """
     if device_type == "cuda":
+        for name, value in NCCL_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
         options = c10d.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=timeout_s)
         nccl = c10d.ProcessGroupNCCL(store, rank, num_ranks, options)

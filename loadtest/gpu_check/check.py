@@ -13,12 +13,11 @@ from common.cost.devices import DEVICES
 from common.cost.fit import Fit
 from common.cost.roofline import Roofline
 from gpu_worker.attention import cuda_backends
-from gpu_worker.attention.paged import TorchPagedAttention
 from gpu_worker.attention.triton import InvariantTritonAttention
 from gpu_worker.check.engine import check_engine
 from gpu_worker.check.invariance import check_invariance
 from gpu_worker.check.kernels import MAX_ERROR, check_attention, check_operations
-from gpu_worker.check.ranks import check_collectives, check_ranks
+from gpu_worker.check.ranks import RankFailed, check_collectives, check_ranks
 from gpu_worker.check.sampling import LEAST_AGREEMENT, check_sampling
 from gpu_worker.check.setup import (
     FULL,
@@ -256,19 +255,16 @@ class Check:
         """What ranks do together, and a small model over as many devices as there are."""
         wrong = [f"collectives of one rank, {case}" for case in check_collectives(self._device)]
         detail["collectives"] = "ok" if not wrong else "wrong"
-        most, is_cuda = num_devices(self._options.device), self._options.device == "cuda"
+        most = num_devices(self._options.device)
         for tp, pp in RANKS:
             name = f"tp {tp}, pp {pp}"
             if tp * pp > most:
                 detail[name] = f"skipped: there are {most} devices"
                 continue
-            detail[name] = found = check_ranks(
-                lambda index: open_device(self._options.device, index),
-                # Triton's interpreter is for one thread.
-                lambda spec: preferred(candidates(spec), self._device) if is_cuda else TorchPagedAttention(),
-                tp,
-                pp,
-            )
+            try:
+                detail[name] = found = check_ranks(self._options.device, tp, pp)
+            except RankFailed as failed:
+                raise Failed(f"{name}: {failed}") from None
             if found["agreeing"] != found["tokens"]:
                 wrong.append(name)
         if wrong:

@@ -1,5 +1,6 @@
 """Several ranks in one process: a thread each, and gloo between them, as between processes."""
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -9,15 +10,16 @@ import torch
 from common.models import find_model
 from gpu_worker.attention import choose_backend
 from gpu_worker.attention.base import AttentionSpec
-from gpu_worker.check.ranks import run_ranks
 from gpu_worker.kv_cache import KvCache
 from gpu_worker.loading import LoadedModel, load_model, open_model
+from gpu_worker.parallel.collectives import c10d
 from gpu_worker.parallel.forward import StageForward
 from gpu_worker.parallel.group import Group
 from gpu_worker.parallel.layout import Layout
 from gpu_worker.parallel.shard import shard
 from gpu_worker.slots import Limits
 
+JOIN_TIMEOUT_S = 60.0
 T = TypeVar("T")
 
 
@@ -27,7 +29,30 @@ def in_ranks(tp: int, pp: int, run: Callable[[Layout, Group], T], *, do_stay: bo
     Raises:
         BaseException: What the first of them has raised.
     """
-    return run_ranks(tp, pp, lambda layout, meet: run(layout, meet(torch.device("cpu"))), do_stay=do_stay)
+    store = c10d.HashStore()
+    results: dict[int, T] = {}
+    errors: dict[int, BaseException] = {}
+    staying: list[Group] = []
+
+    def main(rank: int) -> None:
+        layout = Layout(tp=tp, pp=pp, rank=rank)
+        try:
+            group = Group(store, layout, "cpu", JOIN_TIMEOUT_S, has_way_back=True)
+            if do_stay:
+                staying.append(group)
+            results[rank] = run(layout, group)
+        except BaseException as error:
+            errors[rank] = error
+
+    threads = [threading.Thread(target=main, args=(rank,), daemon=True) for rank in range(tp * pp)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(JOIN_TIMEOUT_S)
+        assert errors or not thread.is_alive(), "a rank hangs"
+    for error in errors.values():
+        raise error  # The first: others follow from it.
+    return [results[rank] for rank in range(tp * pp)]
 
 
 def load_shard(path: Path, layout: Layout) -> LoadedModel:

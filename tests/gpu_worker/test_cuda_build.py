@@ -221,6 +221,23 @@ def test_no_more_iterations_are_in_flight_than_there_are_buffers(model: LoadedMo
     assert [token for computed in results for token in computed.token_ids] == fresh.decode(["a"], 6)["a"]
 
 
+def test_the_thread_that_waits_makes_the_device_its_own_before_it_waits(model: LoadedModel) -> None:
+    """A new thread's current device is the first one, whose memory is another worker's."""
+    entered: list[int] = []
+
+    class Entered(WatchedDevice):
+        def enter_thread(self) -> None:
+            entered.append(threading.get_ident())
+
+    world = DeviceWorld(model, device=Entered())
+    world.add("a", prompt(4), room=12)
+    waited: queue.Queue[int] = queue.Queue()
+    pipeline = Pipeline(world.runner, on_failed=lambda error: waited.put(-1))
+    pipeline.run(tuple(world.rows({"a": 4})), lambda computed, finished_ns: waited.put(threading.get_ident()))
+    assert [waited.get(timeout=TIMEOUT_S)] == entered
+    pipeline.close()
+
+
 def test_a_failing_report_ends_the_pipeline_and_nobody_waits_for_it(model: LoadedModel) -> None:
     world = DeviceWorld(model)
     world.add("a", prompt(4), room=30)

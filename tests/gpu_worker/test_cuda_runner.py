@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,12 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from common.messages.requests import Sampling
+from gpu_worker.cuda.model import is_fusible
 from gpu_worker.cuda.runner import BUCKETS
 from gpu_worker.loading import LoadedModel
+from gpu_worker.models.config import ModelConfig
+from gpu_worker.models.llama import Llama
+from gpu_worker.models.rope import RopeConfig
 from tests.gpu_worker.device_world import GREEDY, DeviceWorld, NoWaits
 from tests.gpu_worker.hf import FAMILIES, hf_greedy, tiny_llama, tiny_of
 from tests.gpu_worker.world import World, load, prompt
@@ -64,6 +69,24 @@ def test_hybrid_batches_one_ahead_give_what_the_cpu_runner_gives(model: LoadedMo
             world.add(str(length), prompt(length), room=9, sampling=sampling, seed=length)
             left[str(length)] = 8
     assert world.run([batch for batch in iterations if batch], ahead=True) == expected
+
+
+def test_heads_that_triton_cannot_count_are_not_fused() -> None:
+    """Phi-3's of 96 elements, which flash-attn takes, and the fused rotation does not."""
+    config = ModelConfig(
+        num_layers=1,
+        vocab_size=8,
+        hidden_size=96,
+        intermediate_size=8,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=96,
+        rope=RopeConfig(theta=1e4),
+        max_model_len=8,
+        rms_norm_eps=1e-5,
+        is_tied=True,
+    )
+    assert [is_fusible(Llama(), replace(config, head_dim=size)) for size in (64, 96, 128)] == [True, False, True]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -254,3 +277,23 @@ def test_device_tensors_are_turned_into_python_values_in_one_place() -> None:
     ]
     # One to write a host buffer, two to read what the iteration's one wait has brought.
     assert sorted(calls) == ["results.py numpy", "results.py tolist", "runner.py numpy"]
+
+
+def test_no_number_is_put_at_places_that_the_device_knows() -> None:
+    """Torch makes it a tensor on the host, and has the host wait until it is copied; NoWaits cannot see that."""
+    folder = Path(__file__).parent.parent.parent / "gpu_worker/cuda"
+    puts = [
+        f"{path.name} {ast.unparse(target)}"
+        for path in sorted(folder.glob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Assign) and _is_number(node.value)
+        for target in node.targets
+        if isinstance(target, ast.Subscript)
+    ]
+    # In a dictionary, and in the host's own array.
+    assert puts == ["buffers.py self._table_lens[slot]", "runner.py sections[1, 0]"]
+
+
+def _is_number(value: ast.expr) -> bool:
+    is_call = isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id in ("float", "int")
+    return is_call or isinstance(value, ast.Constant | ast.UnaryOp)

@@ -8,6 +8,7 @@ offset, length or table shows. Whether the real kernels do what their documents 
 import re
 import sys
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -158,6 +159,29 @@ def test_a_hybrid_batch_is_handed_over_whole(
     attended = bind(backend, layout, spec)(queries, keys, values)
     expected = bind(ReferenceAttention(), layout, spec)(queries, keys, values)
     torch.testing.assert_close(attended, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("version", "is_served"),
+    [
+        ("2.8.3.post2", True),
+        ("2.8.3+cu12torch2.8cxx11abiTRUE", True),  # As ready-made builds are called.
+        ("2.7.4", False),
+        ("2.8.4", False),
+        ("2.8.4+cu13", False),
+    ],
+)
+def test_versions_of_flash_attn_are_served_by_their_numbers(
+    monkeypatch: pytest.MonkeyPatch, version: str, is_served: bool
+) -> None:
+    module = ModuleType("flash_attn")
+    module.__spec__ = ModuleSpec("flash_attn", None)
+    module.flash_attn_varlen_func = module.flash_attn_with_kvcache = fa2_varlen  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+    monkeypatch.setattr("gpu_worker.attention.flash.version", lambda name: version)
+    monkeypatch.setattr("gpu_worker.attention.flash.capability_of", lambda device: (9, 0))
+    probe = Flash2Attention().probe(replace(SPEC, block_size=256))
+    assert probe.is_available is is_served, probe.detail
 
 
 def test_each_refusal_says_why_and_what_would_help() -> None:
