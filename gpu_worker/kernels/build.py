@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Literal, get_args
 
-InstructionSet = Literal["avx512", "avx2", "portable"]
+InstructionSet = Literal["avx512bf16", "avx512", "avx2", "portable"]
 INSTRUCTION_SETS: tuple[InstructionSet, ...] = get_args(InstructionSet)
 """Fastest first."""
 
@@ -24,22 +24,18 @@ BUILD_TIMEOUT_S = 180.0
 _SOURCE = Path(__file__).parent / "source"
 _COMPILERS = ("g++", "clang++", "c++")
 _COMMON_FLAGS = ("-std=c++20", "-O2", "-shared", "-fPIC", "-pthread", "-ffp-contract=off")
+# Without the preference for its whole width, GCC keeps to half of a 512-bit register.
+_AVX512_FLAGS = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mprefer-vector-width=512")
 _FLAGS: dict[InstructionSet, tuple[str, ...]] = {
-    # Without the preference for its whole width, GCC keeps to half of a 512-bit register.
-    "avx512": (
-        "-DLEGATO_AVX512",
-        "-mavx512f",
-        "-mavx512bw",
-        "-mavx512vl",
-        "-mavx512dq",
-        "-mfma",
-        "-mprefer-vector-width=512",
-    ),
+    "avx512bf16": ("-DLEGATO_AVX512BF16", *_AVX512_FLAGS, "-mavx512bf16"),
+    "avx512": ("-DLEGATO_AVX512", *_AVX512_FLAGS),
     "avx2": ("-DLEGATO_AVX2", "-mavx2", "-mfma"),
     "portable": (),
 }
+_AVX512_FEATURES = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"})
 _NEEDED: dict[InstructionSet, frozenset[str]] = {
-    "avx512": frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"}),
+    "avx512bf16": _AVX512_FEATURES | {"avx512_bf16"},
+    "avx512": _AVX512_FEATURES,
     "avx2": frozenset({"avx2", "fma"}),
     "portable": frozenset(),
 }

@@ -200,6 +200,10 @@ class Kernels:
         size = self.functions.legato_operation_size()
         assert size == ctypes.sizeof(OperationStruct), "library.py and source/program.cpp disagree on an operation"
 
+    def rounds_inputs(self, weight_type: WeightType) -> bool:
+        """Whether a product by such weights rounds its inputs to bfloat16; its sums are float32 all the same."""
+        return self.instruction_set == "avx512bf16" and weight_type is WeightType.BFLOAT16
+
     def pack(self, weights: Tensor, weight_type: WeightType, epilogue: Epilogue = Epilogue.STORE) -> PackedMatrix:
         """Pack (outputs, inputs) weights of float32 or bfloat16.
 
@@ -241,7 +245,8 @@ class Kernels:
 
 
 def find_kernels(choice: KernelChoice) -> Kernels | None:
-    """Return the kernels of this choice; None if they are off, or if `auto` finds that none can be built here.
+    """Return the kernels of this choice; None if they are off, or if `auto` finds that none can be built here. It takes
+    the fastest that can: a compiler may be older than the processor.
 
     Raises:
         KernelsUnavailable: If a named instruction set cannot be had. A choice never falls back in silence.
@@ -250,18 +255,20 @@ def find_kernels(choice: KernelChoice) -> Kernels | None:
         log.info("kernels_off")
         return None
     usable = usable_instruction_sets()
-    name = usable[0] if choice == "auto" else choice
-    if name not in usable:
-        raise KernelsUnavailable(f"kernels for {name} cannot run here; this machine runs {', '.join(usable)}")
-    try:
-        kernels = Kernels(name)
-    except KernelsUnavailable as error:
-        if choice != "auto":
-            raise
-        log.warning("kernels_unavailable", detail=str(error), instead="plain torch, several times slower")
-        return None
-    log.info("kernels_loaded", instruction_set=name, asked_for=choice)
-    return kernels
+    if choice not in ("auto", *usable):
+        raise KernelsUnavailable(f"kernels for {choice} cannot run here; this machine runs {', '.join(usable)}")
+    for name in usable if choice == "auto" else (choice,):
+        try:
+            kernels = Kernels(name)
+        except KernelsUnavailable as error:
+            if choice != "auto":
+                raise
+            log.warning("kernels_unavailable", instruction_set=name, detail=str(error))
+        else:
+            log.info("kernels_loaded", instruction_set=name, asked_for=choice)
+            return kernels
+    log.warning("kernels_missing", instead="plain torch, several times slower")
+    return None
 
 
 class Engine:

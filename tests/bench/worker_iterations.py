@@ -56,6 +56,7 @@ class Rates:
 
     read_bytes_per_s: float
     operations_per_s: float  # multiplications and additions of float32
+    product_operations_per_s: float  # the same of products by such weights, where inputs may be bfloat16
 
 
 def main() -> None:
@@ -63,7 +64,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--weights", choices=("dtype", "int8"), default="dtype")
-    parser.add_argument("--kernels", choices=("auto", "avx512", "avx2", "portable"), default="auto")
+    parser.add_argument("--kernels", choices=("auto", "avx512bf16", "avx512", "avx2", "portable"), default="auto")
     parser.add_argument("--threads", type=int, default=num_usable_cores())
     parser.add_argument("--torch", action="store_true", help="run each iteration on plain torch in float32, too")
     parser.add_argument("--only", default="", help="kinds whose name contains this")
@@ -82,19 +83,24 @@ def main() -> None:
     )
     plain = _plain(load_model(open_model(find_model(options.model)), torch.float32)) if options.torch else None
     measured = []
-    rates = [measure_rates(kernels, options.threads)]
+    rates = [measure_rates(kernels, options.threads, weight_type)]
     for kind in KINDS:
         if options.only in kind.name and bench.fits(kind):
             torch_s = least_seconds(partial(plain, bench.rows(kind))) if plain else None
             measured.append((kind, *bench.measure(kind), torch_s))
-            rates.append(measure_rates(kernels, options.threads))
-    best = Rates(max(it.read_bytes_per_s for it in rates), max(it.operations_per_s for it in rates))
+            rates.append(measure_rates(kernels, options.threads, weight_type))
+    best = Rates(
+        max(it.read_bytes_per_s for it in rates),
+        max(it.operations_per_s for it in rates),
+        max(it.product_operations_per_s for it in rates),
+    )
     print(
         f"{kernels.instruction_set}, {options.threads} threads, {weight_type.name.lower()} weights, {options.dtype} KV"
     )
     for name, unit, values in (
         ("reads", "GB/s", [it.read_bytes_per_s / 1e9 for it in rates]),
         ("multiplies", "GFLOP/s", [it.operations_per_s / 1e9 for it in rates]),
+        ("multiplies by weights", "GFLOP/s", [it.product_operations_per_s / 1e9 for it in rates]),
     ):
         print(f"{name} {max(values):.0f} {unit} (between iterations {min(values):.0f} to {max(values):.0f})")
     header = f"{'iteration':<22}{'ms':>8}{'floor':>8}{'share':>7}{'tokens/s':>10}"
@@ -177,24 +183,31 @@ class _Bench:
         pairs = sum(count * start + count * (count + 1) // 2 for start, count in kind.rows)
         keys = sum(start + count for start, count in kind.rows)
         kv_bytes = 2 * config.num_layers * keys * config.num_kv_heads * config.head_dim * self._dtype.itemsize
-        operations = 2 * layer_weights * num_tokens + 4 * pairs * config.num_layers * config.num_heads * config.head_dim
+        attention = 4 * pairs * config.num_layers * config.num_heads * config.head_dim
+        products = 2 * layer_weights * num_tokens
         layers_s = max(
             (layer_weights * self._weight_bytes + kv_bytes) / rates.read_bytes_per_s,
-            operations / rates.operations_per_s,
+            products / rates.product_operations_per_s + attention / rates.operations_per_s,
         )
         head = config.vocab_size * config.hidden_size
         return layers_s + max(
-            head * self._weight_bytes / rates.read_bytes_per_s, 2 * head * len(kind.rows) / rates.operations_per_s
+            head * self._weight_bytes / rates.read_bytes_per_s,
+            2 * head * len(kind.rows) / rates.product_operations_per_s,
         )
 
 
-def measure_rates(kernels: Kernels, threads: int) -> Rates:
+def measure_rates(kernels: Kernels, threads: int, weight_type: WeightType) -> Rates:
     """Measure with the kernels' own products: one row by a matrix that no cache holds, and many by one that fits."""
     engine = Engine(kernels, threads)
     inputs = 1024
     large = _product(engine, torch.zeros(MEMORY_BYTES // (2 * inputs), inputs, dtype=torch.bfloat16), num_rows=1)
-    small = _product(engine, torch.zeros(512, inputs), num_rows=448)
-    return Rates(MEMORY_BYTES / least_seconds(large), 2 * 448 * 512 * inputs / least_seconds(small, runs=40))
+    # As such weights are multiplied, and as float32 is.
+    dtypes = (torch.float32, torch.bfloat16 if kernels.rounds_inputs(weight_type) else torch.float32)
+    small_s = [
+        least_seconds(_product(engine, torch.zeros(512, inputs, dtype=dtype), num_rows=448), runs=40)
+        for dtype in dtypes
+    ]
+    return Rates(MEMORY_BYTES / least_seconds(large), *(2 * 448 * 512 * inputs / seconds for seconds in small_s))
 
 
 def _product(engine: Engine, weights: Tensor, num_rows: int) -> Callable[[], object]:

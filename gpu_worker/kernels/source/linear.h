@@ -86,6 +86,37 @@ void multiply_panels(const char* panel, int64_t panel_stride, const float* rows,
   unroll<Rows>([&](auto row) { unroll<kWide>([&](auto v) { sums[v / kVectors][row][v % kVectors] = local[row][v]; }); });
 }
 
+// The same for rows of bfloat16 that lie slab by slab, [slab][Rows][kSlab], and weights of bfloat16.
+template <int Rows, int Panels>
+void multiply_panels_by_pairs(const char* panel, int64_t panel_stride, const float* laid_out, int slabs, PanelSums* sums) {
+  constexpr int kWide = Panels * kVectors;
+  const char* rows = (const char*)laid_out;
+  Vector local[Rows][kWide];
+  unroll<Rows>([&](auto row) { unroll<kWide>([&](auto v) { local[row][v] = splat(0.0f); }); });
+  for (int slab = 0; slab < slabs; ++slab) {
+    for (int k = 0; k < kSlab; k += 2) {
+      unroll<Panels>([&](auto p) {
+        for (int line = 0; line < Bfloat16Weights::kPairBytes; line += 64)
+          __builtin_prefetch(panel + p * panel_stride + kPrefetchBytes + line, 0, 3);
+      });
+      Words weights[kWide];
+      unroll<kWide>([&](auto v) {
+        weights[v] = load_words(panel + v / kVectors * panel_stride + v % kVectors * kLanes * 4);
+      });
+      unroll<Rows>([&](auto row) {
+        const Words x = splat_word(rows + (row * kSlab + k) * 2);
+        unroll<kWide>([&](auto v) { local[row][v] = add_pairs(local[row][v], weights[v], x); });
+      });
+      panel += Bfloat16Weights::kPairBytes;
+    }
+    rows += Rows * kSlab * 2;
+  }
+  unroll<Rows>([&](auto row) { unroll<kWide>([&](auto v) { sums[v / kVectors][row][v % kVectors] = local[row][v]; }); });
+}
+
+// Whether rows for weights of this type are laid out in bfloat16.
+inline bool is_by_pairs(int32_t type) { return kHasPairs && type == kBfloat16; }
+
 using MultiplyPanels = void (*)(const char*, int64_t, const float*, int, PanelSums*);
 
 // The function for num_rows rows, and for one panel at a time or as many as panels_at_once says.
@@ -95,6 +126,8 @@ MultiplyPanels panel_multiplier(int num_rows, bool is_single) {
     return nullptr;
   else if (num_rows != Rows)
     return panel_multiplier<Weights, Rows - 1>(num_rows, is_single);
+  else if constexpr (kHasPairs && std::is_same_v<Weights, Bfloat16Weights>)
+    return is_single ? multiply_panels_by_pairs<Rows, 1> : multiply_panels_by_pairs<Rows, panels_at_once(Rows)>;
   else
     return is_single ? multiply_panels<Rows, 1, Weights> : multiply_panels<Rows, panels_at_once(Rows), Weights>;
 }
@@ -132,25 +165,40 @@ inline float inverse_norm(const float* x, int size, float eps) {
   return 1.0f / __builtin_sqrtf(sum / (float)size + eps);
 }
 
+inline void lay_out(float* to, Vector x) { store(to, x); }
+inline void lay_out(float* to, float x) { *to = x; }
+inline void lay_out(uint16_t* to, Vector x) { store_narrowed(to, x); }
+inline void lay_out(uint16_t* to, float x) { *to = narrow(x); }
+
 // Lay rows out slab by slab, scaled by their norm and its weights if there are any; the last slab ends in zeros.
-inline void lay_out_rows(const float* x, int64_t stride, int rows, int inputs, const float* norm, float eps, float* to) {
+template <class Element>
+void lay_out_rows_as(const float* x, int64_t stride, int rows, int inputs, const float* norm, float eps, Element* to) {
   for (int row = 0; row < rows; ++row) {
     const float* from = x + row * stride;
     const float scale = norm ? inverse_norm(from, inputs, eps) : 1.0f;
     for (int slab = 0; slab < num_slabs(inputs); ++slab) {
-      float* out = to + ((int64_t)slab * rows + row) * kSlab;
+      Element* out = to + ((int64_t)slab * rows + row) * kSlab;
       const int start = slab * kSlab;
       const int end = std::min(kSlab, inputs - start);
       int k = 0;
       for (; k + kLanes <= end; k += kLanes) {
         Vector part = load(from + start + k);
         if (norm) part = part * splat(scale) * load(norm + start + k);
-        store(out + k, part);
+        lay_out(out + k, part);
       }
-      for (; k < end; ++k) out[k] = norm ? from[start + k] * scale * norm[start + k] : from[start + k];
-      for (; k < kSlab; ++k) out[k] = 0.0f;
+      for (; k < end; ++k) lay_out(out + k, norm ? from[start + k] * scale * norm[start + k] : from[start + k]);
+      for (; k < kSlab; ++k) lay_out(out + k, 0.0f);
     }
   }
+}
+
+// As weights of this type want them. There is room for floats in any case.
+inline void lay_out_rows(const float* x, int64_t stride, int rows, int inputs, const float* norm, float eps, int32_t type,
+                         float* to) {
+  if (is_by_pairs(type))
+    lay_out_rows_as(x, stride, rows, inputs, norm, eps, (uint16_t*)to);
+  else
+    lay_out_rows_as(x, stride, rows, inputs, norm, eps, to);
 }
 
 enum Epilogue : int32_t {

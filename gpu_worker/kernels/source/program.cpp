@@ -174,7 +174,7 @@ class Run : public Job {
           add(false, rows ? (panels + per_chunk - 1) / per_chunk : 0, blocks, per_chunk, 1, 0);
         } else {
           shared_floats = std::max(shared_floats, row_floats * rows);
-          const int64_t block_bytes = row_floats * blocks.block_rows * 4;
+          const int64_t block_bytes = row_floats * blocks.block_rows * (is_by_pairs(linear.weight_type) ? 2 : 4);
           const int grouped = (int)std::clamp<int64_t>(kRowsBytes / block_bytes, 1, blocks.num_blocks);
           add(true, blocks.num_blocks, blocks);
           add(false, panels * ((blocks.num_blocks + grouped - 1) / grouped), blocks, 1, grouped, panels);
@@ -244,7 +244,7 @@ class Run : public Job {
   void lay_out(const Linear& linear, const Stage& stage, int block) {
     const int first = block * stage.blocks.block_rows;
     lay_out_rows(linear.input + first * linear.input_stride, linear.input_stride, stage.blocks.rows_of(block), linear.inputs,
-                 linear.norm, linear.eps, shared_ + (int64_t)first * num_slabs(linear.inputs) * kSlab);
+                 linear.norm, linear.eps, linear.weight_type, shared_ + (int64_t)first * num_slabs(linear.inputs) * kSlab);
   }
 
   void multiply(const Linear& linear, const Stage& stage, int stage_index, int chunk, int thread) {
@@ -256,7 +256,7 @@ class Run : public Job {
       rows = thread_memory(thread);
       if (laid_out_[thread] != stage_index) {
         lay_out_rows(linear.input, linear.input_stride, stage.blocks.num_rows, linear.inputs, linear.norm, linear.eps,
-                     thread_memory(thread));
+                     linear.weight_type, thread_memory(thread));
         laid_out_[thread] = stage_index;
       }
     } else {

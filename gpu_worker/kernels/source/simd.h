@@ -9,6 +9,9 @@
 #include <cstring>
 #include <type_traits>
 
+#if defined(LEGATO_AVX512BF16)
+#define LEGATO_AVX512  // and products of bfloat16 besides
+#endif
 #if defined(LEGATO_AVX512) || defined(LEGATO_AVX2)
 #include <immintrin.h>
 #endif
@@ -125,6 +128,29 @@ inline Vector load_bfloat16(const uint16_t* from) {
   return (Vector)words;
 #endif
 }
+
+// Products of bfloat16 by pairs: to each lane's sum that of both halves of a word of weights with both of x. Twice the
+// products of an fma, and nothing to widen; x is rounded to bfloat16 for it.
+#if defined(LEGATO_AVX512BF16)
+constexpr bool kHasPairs = true;
+inline Vector add_pairs(Vector sums, Words weights, Words x) {
+  return (Vector)_mm512_dpbf16_ps((__m512)sums, (__m512bh)weights, (__m512bh)x);
+}
+inline Words splat_word(const void* from) {
+  uint32_t word;
+  std::memcpy(&word, from, sizeof word);
+  return (Words)_mm512_set1_epi32((int)word);
+}
+inline void store_narrowed(uint16_t* to, Vector x) {
+  const __m256bh halves = _mm512_cvtneps_pbh((__m512)x);
+  std::memcpy(to, &halves, sizeof halves);
+}
+#else
+constexpr bool kHasPairs = false;
+inline Vector add_pairs(Vector sums, Words, Words) { return sums; }
+inline Words splat_word(const void*) { return Words{}; }
+inline void store_narrowed(uint16_t*, Vector) {}
+#endif
 
 // As many int8 as there are lanes, as floats.
 inline Vector load_int8(const int8_t* from) {
