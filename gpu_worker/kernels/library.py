@@ -201,7 +201,8 @@ class Kernels:
         assert size == ctypes.sizeof(OperationStruct), "library.py and source/program.cpp disagree on an operation"
 
     def rounds_inputs(self, weight_type: WeightType) -> bool:
-        """Whether a product by such weights rounds its inputs to bfloat16; its sums are float32 all the same."""
+        """Whether a product by such weights rounds its inputs to bfloat16; its sums are float32 all the same. So does
+        attention, with queries and softmax weights, over a pool of that type."""
         return self.instruction_set == "avx512bf16" and weight_type is WeightType.BFLOAT16
 
     def pack(self, weights: Tensor, weight_type: WeightType, epilogue: Epilogue = Epilogue.STORE) -> PackedMatrix:

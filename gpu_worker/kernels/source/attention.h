@@ -320,8 +320,8 @@ inline float soften(float* scores, int low, int high, float* part, int head_dim)
 }
 
 // How many of a step's keys a row sees, counted from the step's first.
-template <class Element>
-int num_keys_seen(const AttentionShape& shape, const Tile& tile, const Step<Element>& step, int row) {
+template <class AnyStep>
+int num_keys_seen(const AttentionShape& shape, const Tile& tile, const AnyStep& step, int row) {
   return std::min(step.num_keys, tile.first_position + row / shape.group() + 1 - step.start);
 }
 
@@ -367,17 +367,22 @@ void with_rows(int num_rows, const Body& body) {
 }
 
 // Lay a tile's queries out in blocks of rows, [row block][head_dim / kQueryDims][kAttentionRows][kQueryDims], so that the
-// offsets within a block are constants; scaled so that 2 to the power of a score is its weight.
-inline void lay_out_queries(const AttentionShape& shape, const Tile& tile, const float* queries, int64_t stride, float* to) {
+// offsets within a block are constants; scaled so that 2 to the power of a score is its weight. Element is float, or
+// bfloat16 where it is multiplied.
+template <class Element>
+void lay_out_queries(const AttentionShape& shape, const Tile& tile, const float* queries, int64_t stride, Element* to) {
   const int group = shape.group(), rows = tile.num_queries * group;
   const Vector scale = splat(shape.scale * 1.4426950408889634f);
   for (int row = 0; row < rows; ++row) {
     const float* from = queries + (tile.first_token + row / group) * stride +
                         (int64_t)(tile.kv_head * group + row % group) * shape.head_dim;
-    float* out = to + (int64_t)(row / kAttentionRows) * kAttentionRows * shape.head_dim + row % kAttentionRows * kQueryDims;
+    Element* out = to + (int64_t)(row / kAttentionRows) * kAttentionRows * shape.head_dim + row % kAttentionRows * kQueryDims;
     for (int d = 0; d < shape.head_dim; d += kQueryDims)
       for (int lane = 0; lane < kQueryDims; lane += kLanes)
-        store(out + d * kAttentionRows + lane, load(from + d + lane) * scale);
+        if constexpr (sizeof(Element) == 2)
+          store_narrowed(out + d * kAttentionRows + lane, load(from + d + lane) * scale);
+        else
+          store(out + d * kAttentionRows + lane, load(from + d + lane) * scale);
   }
 }
 
@@ -398,16 +403,6 @@ void attend_part_of(const KvPool& pool, const AttentionShape& shape, const Tile&
     for (int row = first_row; row < rows; row += kAttentionRows)
       with_rows(std::min(kAttentionRows, rows - row), [&](auto count) { add_block<count>(shape, tile, step, row, scratch); });
   }
-}
-
-inline void attend_part(const KvPool& pool, const AttentionShape& shape, const Tile& tile, int start, int end,
-                        AttentionScratch& scratch) {
-  if (!pool.is_bfloat16)
-    attend_part_of<float, float>(pool, shape, tile, start, end, scratch);
-  else if (tile.num_queries * shape.group() <= kAttentionRows)
-    attend_part_of<uint16_t, uint16_t>(pool, shape, tile, start, end, scratch);
-  else  // Several blocks of rows read each step: widened once for all of them.
-    attend_part_of<uint16_t, float>(pool, shape, tile, start, end, scratch);
 }
 
 }  // namespace legato

@@ -5,7 +5,7 @@
 
 #include <memory>
 
-#include "attention.h"
+#include "attend.h"
 #include "linear.h"
 #include "rows.h"
 #include "simd.h"
@@ -328,7 +328,7 @@ class Run : public Job {
     const AttentionShape& shape = it.shape;
     const int rows = item.tile.num_queries * shape.group(), size = part_size(shape.head_dim);
     AttentionScratch scratch(thread_memory(thread), max_tile_rows_, shape.head_dim);
-    lay_out_queries(shape, item.tile, it.queries, it.query_stride, scratch.queries);
+    lay_out_queries_for(it.pool, shape, item.tile, it.queries, it.query_stride, scratch.queries);
     if (item.partial >= 0) {
       attend_part(it.pool, shape, item.tile, item.start, item.end, scratch);
       std::copy(scratch.part, scratch.part + rows * size, partials_ + item.partial);
