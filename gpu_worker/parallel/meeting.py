@@ -2,13 +2,13 @@
 
 import shutil
 import socket
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from common.wire.names import leaves_loopback
 from gpu_worker.parallel.collectives import c10d
+from gpu_worker.parallel.directory import make_directory
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -29,7 +29,7 @@ class Meeting:
             self.url = f"tcp://{host}:{store.port}"
         else:
             # A directory of this user's alone, so that on one machine nobody listens to the network for it.
-            self._directory = Path(tempfile.mkdtemp(prefix="legato-ranks-"))
+            self._directory = make_directory()
             self.url = f"file://{self._directory / 'store'}"
             self.store = join(self.url, num_ranks)
 

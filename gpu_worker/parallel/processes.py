@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -19,6 +18,7 @@ from common.config import flags_of
 from common.supervision import supervised_environ
 from gpu_worker.config import WorkerConfig
 from gpu_worker.errors import UnusableModel
+from gpu_worker.parallel.directory import make_directory
 from gpu_worker.parallel.errors import RankLost
 
 log = structlog.get_logger()
@@ -41,7 +41,7 @@ class RankProcesses:
         if config.rank is not None:
             return
         # A socket in a directory of this user's alone: no port that another process might take first.
-        self._directory = Path(tempfile.mkdtemp(prefix="legato-ranks-"))
+        self._directory = make_directory()
         self.config = dataclasses.replace(config, rank=0, rank_address=f"ipc://{self._directory / 'link'}")
         for rank in range(1, config.num_ranks):
             self._children[rank] = subprocess.Popen(

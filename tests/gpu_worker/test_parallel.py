@@ -1,5 +1,8 @@
 """Shards against the whole model: what ranks load, and what they compute together."""
 
+import os
+import subprocess
+import sys
 import threading
 import time
 from array import array
@@ -16,6 +19,7 @@ from common.models import find_model
 from gpu_worker.batch import flatten
 from gpu_worker.errors import UnusableModel
 from gpu_worker.loading import open_model
+from gpu_worker.parallel.directory import make_directory
 from gpu_worker.parallel.group import Group
 from gpu_worker.parallel.layout import Layout
 from gpu_worker.parallel.shard import shard
@@ -244,3 +248,18 @@ def test_ranks_score_a_prompt_that_takes_several_passes(tmp_path: Path) -> None:
             assert ours.scores.num_tokens == theirs.scores.num_tokens
             for (score, _), (wanted, _) in zip(ours.scores, theirs.scores, strict=True):
                 assert score == pytest.approx(wanted, abs=TOLERANCE)
+
+
+def test_the_directory_of_a_killed_process_is_removed_by_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait(30)
+    for name in (f"legato-ranks-{ended.pid}-abc", f"legato-ranks-{os.getppid()}-abc", "legato-ranks-other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "link").touch()
+    mine = make_directory()
+    assert mine.stat().st_mode & 0o777 == 0o700
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {mine.name, f"legato-ranks-{os.getppid()}-abc", "legato-ranks-other"}
