@@ -191,8 +191,8 @@ class StreamCore:
         logprobs = delta.logprobs[num_known - delta.first_index :]
         if text or logprobs:
             stream.add_prompt(text, logprobs)
+            # Not counted among what waits for the client: it comes at once, and the request itself bounds it.
             self._reach(stream, max(stream.phase, Phase.QUEUED), effects)
-            self._count_unsent(stream.call, text, logprobs, effects)
         return ""
 
     def _count_unsent(self, call: Call, text: str, logprobs: tuple[TokenLogprob, ...], effects: list[Effect]) -> None:

@@ -204,7 +204,10 @@ class SchedulerCore:
         first = self._waiting.first
         has_room = first is not None and self._planner.placer.has_room(self._workers.values(), first)
         return self._waiting.ahead_of(
-            arrived.priority, arrived.num_prompt_tokens, self._planner.num_places if has_room else 1
+            arrived.priority,
+            arrived.num_prompt_tokens,
+            self._planner.num_places if has_room else 1,
+            is_shared=self._limits.has_prefix_cache,
         )
 
     def _end(

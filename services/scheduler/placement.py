@@ -66,11 +66,15 @@ class Placer:
         """
         about = AboutToBegin(worker)
         passed: list[Request] = []
+        being_read = self._being_read(workers)
         for request in waiting:
             if passed and (request.arrived.priority != passed[0].arrived.priority or len(passed) == MAX_LOOK_PAST):
                 return
             if not any(self.can_ever_hold(other, request) for other in workers):
                 continue  # It came before the worker that could hold it was lost, and blocks nobody meanwhile.
+            key = request.twin_key if self._limits.has_prefix_cache else None
+            if key is not None and key in being_read:
+                continue  # It will find its prompt in a cache, and blocks nobody either.
             fit = self.best(workers, request, about)
             if fit is None and _may_be_passed(request):
                 passed.append(request)
@@ -81,7 +85,17 @@ class Placer:
             about.num_blocks += fit.num_blocks
             about.num_expected_tokens += fit.num_expected_tokens
             about.num_prefill_tokens += len(request.token_ids) - fit.num_cached_tokens
+            if key is not None:
+                being_read.add(key)
             yield request, fit
+
+    def _being_read(self, workers: Iterable[Worker]) -> set[tuple[bytes, str]]:
+        """The prompts that requests are reading, whose blocks others do not find yet."""
+        if not self._limits.has_prefix_cache:
+            return set()
+        placements = (request.placed for worker in workers for request in worker.running)
+        reading = (it.request for it in placements if it.num_computed < it.request.arrived.num_prompt_tokens)
+        return {key for request in reading if (key := request.twin_key) is not None}
 
     def best(self, workers: Iterable[Worker], request: Request, about: AboutToBegin) -> Fit | None:
         """The worker that would bring the request's first token soonest; None while none has room.

@@ -57,6 +57,10 @@ class Placement:
         return self.num_planned >= self.prefill_len
 
 
+LEAST_TWIN_TOKENS = 128
+"""Of a prompt that one request reads while others with the same one wait to find it in the cache."""
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One request from its arrival until its end has been told and its blocks are free."""
@@ -125,6 +129,14 @@ class Request:
     def is_scoring(self) -> bool:
         """Whether prompt tokens are still to be scored."""
         return self.arrived.sampling.prompt_logprobs is not None and self.num_scored < self.arrived.num_prompt_tokens
+
+    @property
+    def twin_key(self) -> tuple[bytes, str] | None:
+        """Equal for requests that find each other's prompt in a cache; None where that is not worth waiting for."""
+        arrived = self.arrived
+        if arrived.num_prompt_tokens < LEAST_TWIN_TOKENS or self.is_scoring:
+            return None
+        return arrived.token_ids, arrived.cache_salt
 
     def num_scored_in(self, start: int, num_tokens: int) -> int:
         """How many prompt tokens are scored by computing num_tokens from start on: each by the one before it."""

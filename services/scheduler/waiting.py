@@ -63,7 +63,7 @@ class WaitingQueue:
             self._mean_start_gap_ns += START_GAP_SHARE * (gap_ns - self._mean_start_gap_ns)
         self._last_start_ns = now_ns if self._requests else None
 
-    def ahead_of(self, priority: int, num_tokens: int, num_places: int) -> Ahead:
+    def ahead_of(self, priority: int, num_tokens: int, num_places: int, *, is_shared: bool = False) -> Ahead:
         """What would begin before a request of this priority and length that comes now.
 
         Args:
@@ -72,8 +72,11 @@ class WaitingQueue:
             num_places: Prompts that are looked at together, of which the shorter ones are read first; 1 where the queue
                 moves in order. As many at least as must begin for it to be among them count, the shortest ones: they
                 are the first to be read.
+            is_shared: Whether requests find each other's prompts in a cache: of those with the same one counts.
         """
         older = self._requests[: bisect_right(self._requests, priority, key=lambda request: request.arrived.priority)]
+        if is_shared:
+            older = list({request.twin_key or request.order: request for request in older}.values())
         if num_places <= 1:
             return Ahead(len(older), sum(len(request.token_ids) for request in older))
         by_urgency = sorted((request.arrived.priority, len(request.token_ids)) for request in older)

@@ -79,11 +79,16 @@ class Worker:
         self.num_refusals = 0  # in a row
         self.num_gaps = 0  # between tokens of one stream, measured at the worker
         self.num_late = 0  # of those, above the stream's target
-        self.prefill_tokens_per_s = 0.0  # running mean over iterations that had some
+        self._prefill_tokens = self._prefill_ns = 0.0  # of iterations full of prefill, the latest counting most
         self.kept: list[KeptIteration] = []  # to be told with the next plan
         self.released: list[Slot] = []  # to be told with the next plan
         self._free_slots: list[Slot] = [Slot(slot) for slot in range(card.max_num_slots)]  # a heap: lowest first
         self._learn_profile()
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """The pace at which it has read prompts of late; 0 while nothing is known."""
+        return self._prefill_tokens * 1e9 / self._prefill_ns if self._prefill_ns else 0.0
 
     @property
     def capacity(self) -> int:
@@ -128,7 +133,7 @@ class Worker:
         interval_ns = self._interval_ns(done)
         self.fit.learn(flight.terms, self.took_ns(done))
         self.last_finished_ns = done.finished_ns
-        if flight.num_prefill_tokens:
+        if flight.num_prefill_tokens and flight.plan.bound is not Bound.NOTHING:  # It could have read more, else.
             self.note_pace(flight.num_prefill_tokens, interval_ns)
         flight.end_ns = now_ns
         before = [flight]
@@ -232,11 +237,9 @@ class Worker:
         return promised
 
     def note_pace(self, num_prefill_tokens: int, took_ns: int) -> None:
-        """Take an iteration with prefill into the running rate."""
-        pace = num_prefill_tokens * 1e9 / max(1, took_ns)
-        if self.prefill_tokens_per_s == 0.0:
-            self.prefill_tokens_per_s = pace
-        self.prefill_tokens_per_s += PACE_SHARE * (pace - self.prefill_tokens_per_s)
+        """Take an iteration that read as much as fitted into the running rate."""
+        self._prefill_tokens += num_prefill_tokens - PACE_SHARE * self._prefill_tokens
+        self._prefill_ns += max(1, took_ns) - PACE_SHARE * self._prefill_ns
 
     def _learn_profile(self) -> None:
         for _ in range(PROFILE_ROUNDS):

@@ -1,4 +1,5 @@
-"""The threads beside the event loop, in which jobs run. `tokenizers` releases the interpreter while it encodes."""
+"""The threads beside the event loop, in which jobs run. `tokenizers` releases the interpreter while it encodes
+a batch."""
 
 import asyncio
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -13,6 +13,8 @@ from services.gateway.errors import bad_request, shown
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's default."""
 MAX_LOGPROBS = 5
+MAX_STREAMS = 512
+"""Choices of all prompts of one call: half of what a link between processes takes at once."""
 """OpenAI's bound on alternatives here; chat has its own."""
 
 
@@ -150,5 +152,13 @@ def parse_completion(body: dict[str, Any], *, max_choices: int, max_prompts: int
     if isinstance(completion.prompt, list) and len(completion.prompt) > max_prompts:
         raise bad_request(
             f"prompt holds {len(completion.prompt)} prompts; this server allows at most {max_prompts}", param="prompt"
+        )
+    num_prompts = len(completion.prompt) if isinstance(completion.prompt, list) else 1
+    num_streams = num_prompts * completion.num_choices
+    if num_streams > MAX_STREAMS:
+        raise bad_request(
+            f"{num_prompts} prompts with n {completion.num_choices} are {num_streams} choices; "
+            f"one call may have {MAX_STREAMS}",
+            param="n",
         )
     return completion

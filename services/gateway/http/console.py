@@ -12,6 +12,7 @@ import aiohttp
 import msgspec
 import structlog
 from aiohttp import web
+from aiohttp.http import HttpVersion11
 
 from common.clock import monotonic_ns, ms
 from services.gateway.account import Stall
@@ -99,6 +100,8 @@ class ConsoleRoutes:
             asyncio.create_task(_follow(url, index, events), name=f"console {url}")
             for index, url in enumerate(self._gateway.config.scheduler_admin)
         ]
+        if request.version < HttpVersion11:
+            response.force_close()
         try:
             await response.prepare(request)
             while not self._gateway.is_stopping:

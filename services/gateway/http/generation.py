@@ -7,7 +7,7 @@ from functools import partial
 
 import structlog
 from aiohttp import web
-from aiohttp.http import StreamWriter
+from aiohttp.http import HttpVersion11, StreamWriter
 
 from common.clock import NS_PER_MS, monotonic_ns, ms
 from common.ids import RequestId
@@ -156,6 +156,8 @@ class GenerationRoutes:
             has_continuous_usage=body.has_continuous_usage,
         )
         response = web.StreamResponse(headers={**HEADERS, **common_headers(request)})
+        if request.version < HttpVersion11:
+            response.force_close()  # Without chunks, only the connection's end tells the answer's.
         bound_send_buffers(request)
         writer = await response.prepare(request)
         assert isinstance(writer, StreamWriter), "an SSE answer has a body"

@@ -59,7 +59,8 @@ class Encoder:
             EncodeError: If the tokenizer cannot encode it, or only as a special token.
         """
         try:
-            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+            # As a batch, for which tokenizers lets go of the interpreter: else streams would wait for the text's end.
+            encoding = self._tokenizer.encode_batch([text], add_special_tokens=False)[0]
         except Exception as error:  # tokenizers raises nothing narrower, for texts that a vocabulary has no tokens for.
             raise EncodeError(f"the tokenizer cannot encode this text: {error}") from error
         if not self._never_plain.isdisjoint(encoding.ids):

@@ -98,6 +98,14 @@ def test_other_prompts_are_refused_with_the_reason(prompt: Any, problem: str) ->
     assert problem in error.message
 
 
+def test_more_choices_than_a_link_takes_are_refused_with_the_bound() -> None:
+    body = {"model": "m", "prompt": ["a", "b", "c"], "n": 171}
+    with pytest.raises(ApiError, match="3 prompts with n 171 are 513 choices; one call may have 512") as caught:
+        parse_completion(body, max_choices=200, max_prompts=3)
+    assert (caught.value.status, caught.value.param) == (400, "n")
+    assert parse_completion(body | {"n": 170}, max_choices=200, max_prompts=3).num_choices == 170
+
+
 def test_token_ids_outside_the_vocabulary_are_refused_with_both_numbers() -> None:
     with pytest.raises(ApiError, match="token id 10; this model's vocabulary has 10") as caught:
         completion(prompt=[9, 10]).prompts(vocab_size=10)

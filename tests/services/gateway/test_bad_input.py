@@ -132,6 +132,22 @@ async def answer_to(here: World, head: str, body: bytes) -> tuple[int, bytes, in
     return int(status_line.split()[1]), rest, num_sent
 
 
+def test_an_http_1_0_client_that_would_keep_the_connection_sees_a_streams_end(shared: Shared) -> None:
+    async def test(here: World) -> None:
+        here.tokenizer.answer = here.tokenizer.say_hello_world
+        body = b'{"model": "tiny", "prompt": "x", "max_tokens": 3, "stream": true}'
+        reader, writer = await here.connect()
+        head = f"{HEAD.replace('HTTP/1.1', 'HTTP/1.0')}Connection: keep-alive\r\nContent-Length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        async with asyncio.timeout(30):  # Well below the time for which a connection is kept.
+            answer = await reader.read()
+        writer.close()
+        assert b"Hello" in answer
+        assert answer.endswith(b"data: [DONE]\n\n")
+
+    shared.run(test)
+
+
 def test_50_megabytes_are_a_413_whether_announced_or_not(shared: Shared) -> None:
     async def test(here: World) -> None:
         big = b'{"model": "tiny", "prompt": "' + b"x" * 50_000_000 + b'"}'

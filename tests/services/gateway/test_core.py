@@ -10,6 +10,7 @@ from common.messages import Submit, TextBatch
 from common.messages.requests import (
     Choice,
     FinishReason,
+    PromptDelta,
     RejectReason,
     RequestEnded,
     RequestQueued,
@@ -189,6 +190,12 @@ def test_a_client_that_does_not_read_is_cut_off_at_the_bound_counted_in_bytes() 
         patient.apply(deltas=[delta(A0, index, 8 * index, "12345678")])
         patient.call.take_fresh()
     assert not patient.call.is_over
+
+
+def test_an_echoed_prompt_does_not_count_as_unread() -> None:
+    bench = Bench(n=1, max_unsent_bytes=8)
+    prompt = PromptDelta(A0, 1, "a long prompt", 0)
+    assert not any(isinstance(effect, CutClient) for effect in bench.apply(prompts=[prompt]))
 
 
 def test_ttft_is_no_gap_and_the_longest_gap_is_kept() -> None:

@@ -154,3 +154,58 @@ def test_what_goes_before_a_newcomer(
         queue.add(request)
     ahead = queue.ahead_of(priority, num_tokens, num_places)
     assert (ahead.num_requests, ahead.num_tokens) == expected
+
+
+def chunk_tokens(world: World, name: str) -> int:
+    """How many tokens of its prompt were computed for a request."""
+    return sum(chunk.num_tokens for plan in world.iterations for chunk in plan.chunks if chunk.request_id == name)
+
+
+def test_requests_with_one_prompt_read_it_once() -> None:
+    world = World(token_budget=64, num_blocks=400, max_num_slots=16)
+    tokens = list(range(100, 500))
+    for name in ("first", "second", "third"):
+        world.arrive(name, prompt_len=400, tokens=tokens, max_tokens=3)
+    world.arrive("other", prompt_len=20, max_tokens=3)
+    world.arrive("apart", prompt_len=400, tokens=tokens, max_tokens=3, cache_salt="another's")
+    world.drain()
+    assert chunk_tokens(world, "first") == 400
+    assert [chunk_tokens(world, name) for name in ("second", "third")] == [4, 4]  # The last block is their own.
+    assert chunk_tokens(world, "apart") == 400
+    assert began(world, "other") < began(world, "second")
+
+
+def test_who_waits_for_a_prompt_that_is_read_begins_by_itself_when_its_reader_goes() -> None:
+    world = World(token_budget=64, num_blocks=400)
+    for name in ("first", "second"):
+        world.arrive(name, prompt_len=400, tokens=list(range(100, 500)), max_tokens=3)
+    world.finish_iteration()
+    world.cancel("first")
+    world.drain()
+    assert world.output["second"] == world.expected_output("second", 400, 3)
+
+
+def test_of_requests_with_one_prompt_a_newcomer_counts_one() -> None:
+    world = World(num_workers=0)
+    for index in range(5):
+        world.arrive(f"twin {index}", prompt_len=200, tokens=list(range(200)), max_tokens=2)
+    world.arrive("other", prompt_len=200, max_tokens=2)
+    queue = WaitingQueue()
+    for request in world.core.open_requests:
+        queue.add(request)
+    shared, apart = (queue.ahead_of(0, 300, 1, is_shared=is_shared) for is_shared in (True, False))
+    assert (shared.num_requests, shared.num_tokens) == (2, 400)
+    assert (apart.num_requests, apart.num_tokens) == (6, 1200)
+
+
+def test_short_prompts_say_nothing_of_the_pace_at_which_long_ones_are_read() -> None:
+    world = World(token_budget=64, num_blocks=400)
+    world.arrive("long", prompt_len=640, max_tokens=1)
+    for _ in range(10):
+        world.finish_iteration(took_ns=50_000_000)
+    pace = world.core.workers[0].prefill_tokens_per_s
+    assert 1000 < pace < 1300  # 64 tokens in 51 ms.
+    for index in range(60):
+        world.arrive(f"short {index}", prompt_len=1, max_tokens=1)
+        world.finish_iteration(took_ns=5_000_000)
+    assert world.core.workers[0].prefill_tokens_per_s == pace

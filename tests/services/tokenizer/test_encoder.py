@@ -1,6 +1,8 @@
 """From texts and chats to tokens; above all, that no client can write a special token."""
 
 import json
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -187,3 +189,17 @@ def test_a_templates_helpers_are_those_that_templates_are_written_against() -> N
     )
     messages: list[dict[str, Any]] = [{"skip": True}, {"a": "<é>", "b": [1, None]}]
     assert template.render(messages, add_generation_prompt=True) == '{"a": "<é>", "b": [1, null]}4</s>True\n'
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(smollm2: ModelTokenizer) -> None:
+    """The event loop is one of them, and every stream's text goes through it."""
+    ids: list[int] = []
+    thread = threading.Thread(target=lambda: ids.extend(smollm2.encoder.encode_text("1" * 500_000)))
+    num_turns = 0
+    thread.start()
+    while thread.is_alive():
+        time.sleep(0.001)
+        num_turns += 1
+    assert len(ids) == 500_000
+    # With the interpreter held, the two that begin and end the text, and one each time that it was asked for meanwhile.
+    assert num_turns > 20
