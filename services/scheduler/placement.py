@@ -66,15 +66,17 @@ class Placer:
         """
         about = AboutToBegin(worker)
         passed: list[Request] = []
-        being_read = self._being_read(workers)
+        being_read: set[tuple[bytes, str]] | None = None  # until a request might wait for one of them
         for request in waiting:
             if passed and (request.arrived.priority != passed[0].arrived.priority or len(passed) == MAX_LOOK_PAST):
                 return
             if not any(self.can_ever_hold(other, request) for other in workers):
                 continue  # It came before the worker that could hold it was lost, and blocks nobody meanwhile.
             key = request.twin_key if self._limits.has_prefix_cache else None
-            if key is not None and key in being_read:
-                continue  # It will find its prompt in a cache, and blocks nobody either.
+            if key is not None:
+                being_read = _being_read(workers) if being_read is None else being_read
+                if key in being_read:
+                    continue  # It will find its prompt in a cache, and blocks nobody either.
             fit = self.best(workers, request, about)
             if fit is None and _may_be_passed(request):
                 passed.append(request)
@@ -85,17 +87,9 @@ class Placer:
             about.num_blocks += fit.num_blocks
             about.num_expected_tokens += fit.num_expected_tokens
             about.num_prefill_tokens += len(request.token_ids) - fit.num_cached_tokens
-            if key is not None:
+            if key is not None and being_read is not None:
                 being_read.add(key)
             yield request, fit
-
-    def _being_read(self, workers: Iterable[Worker]) -> set[tuple[bytes, str]]:
-        """The prompts that requests are reading, whose blocks others do not find yet."""
-        if not self._limits.has_prefix_cache:
-            return set()
-        placements = (request.placed for worker in workers for request in worker.running)
-        reading = (it.request for it in placements if it.num_computed < it.request.arrived.num_prompt_tokens)
-        return {key for request in reading if (key := request.twin_key) is not None}
 
     def best(self, workers: Iterable[Worker], request: Request, about: AboutToBegin) -> Fit | None:
         """The worker that would bring the request's first token soonest; None while none has room.
@@ -166,6 +160,13 @@ class Placer:
         num_to_read = len(request.token_ids) - fit.num_cached_tokens
         num_before = fit.worker.num_prefill_tokens_due() + taken.num_prefill_tokens
         return num_to_read + num_before, len(fit.worker.running) + taken.num_requests, fit.worker.order
+
+
+def _being_read(workers: Iterable[Worker]) -> set[tuple[bytes, str]]:
+    """The prompts that requests are reading, whose blocks others do not find yet."""
+    placements = (request.placed for worker in workers for request in worker.running)
+    reading = (it.request for it in placements if it.num_computed < it.request.arrived.num_prompt_tokens)
+    return {key for request in reading if (key := request.twin_key) is not None}
 
 
 def _may_be_passed(request: Request) -> bool:
