@@ -68,7 +68,8 @@ class ChatMessage(Body):
 
 
 class ChatBody(GenerationBody):
-    messages: list[ChatMessage] = Field(min_length=1)
+    # Only the first error is told, and each costs time to make.
+    messages: list[ChatMessage] = Field(min_length=1, fail_fast=True)
     max_completion_tokens: int | None = Field(default=None, ge=1, le=INT32_MAX)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP)

@@ -152,12 +152,18 @@ class GenerationBody(Body):
         )
 
 
+MAX_FIELDS = 256
+"""Of a body. Each unknown one is an error that is made, while streams wait, though only the first is told."""
+
+
 def parse(body_type: type[BodyT], body: dict[str, Any]) -> BodyT:
     """Return body as body_type.
 
     Raises:
         ApiError: 400, naming the first field at fault.
     """
+    if len(body) > MAX_FIELDS:
+        raise bad_request(f"the body has {len(body)} fields; no request has more than {MAX_FIELDS}")
     try:
         return body_type.model_validate(body)
     except ValidationError as error:

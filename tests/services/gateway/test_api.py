@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from common.ids import unpack_ids
 from common.messages.requests import IdsPrompt, Sampling, TextPrompt
@@ -96,6 +97,15 @@ def test_other_prompts_are_refused_with_the_reason(prompt: Any, problem: str) ->
     error = refused(completion, prompt=prompt)
     assert error.param == "prompt"
     assert problem in error.message
+
+
+def test_of_many_errors_the_first_is_told_and_the_others_are_not_made() -> None:
+    wrong = [{"role": "nobody", "content": "x"}] * 3
+    with pytest.raises(ValidationError) as caught:
+        ChatBody.model_validate({"model": "m", "messages": wrong})
+    assert len(caught.value.errors()) == 1
+    error = refused(chat, **{f"field {index}": 1 for index in range(1000)})
+    assert "the body has 1002 fields; no request has more than 256" in error.message
 
 
 def test_more_choices_than_a_link_takes_are_refused_with_the_bound() -> None:
