@@ -143,10 +143,10 @@ class Session:
         self._num_free = hello.window
         self._state = _State.OPEN
         LINKS_LOST.labels(hello.role)  # From the first link of a role on, so that a rate sees the first loss.
+        # First: where the peer has gone meanwhile, saying HELLO ends the session, and its end is told.
+        self._endpoint.mailbox.put(PeerUp(self))
         if not self._dialled:
             self._say(self._endpoint.hello)
-        if self._state is _State.OPEN:
-            self._endpoint.mailbox.put(PeerUp(self))
 
     def _problem_of(self, hello: Hello) -> str:
         own_role = self._endpoint.hello.role

@@ -13,6 +13,7 @@ import structlog
 import zmq
 from zmq.auth.asyncio import AsyncioAuthenticator
 
+from common.clock import monotonic_ns
 from common.wire.names import LookUp, leaves_loopback, look_up, name_in
 from common.wire.session import Endpoint, Session
 from common.wire.zmq_socket import CLOSE_LINGER_MS, LinkKeys, LinkSettings, SocketReader, open_socket
@@ -177,6 +178,7 @@ class Dial:
         self._name = name_in(address)
         self._looking_up: asyncio.Task[None] | None = None
         self._redial_s = FIRST_REDIAL_S
+        self._opened_ns: int | None = None  # since when this connection is open
         self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
         self._last_detail = ""
@@ -233,7 +235,7 @@ class Dial:
         was_open = self._session.is_open
         self._session.receive(frames[-1].bytes)
         if self._session.is_open and not was_open:
-            self._redial_s = FIRST_REDIAL_S
+            self._opened_ns = monotonic_ns()
             self._last_detail = ""
             self._stop_waiting()
 
@@ -261,6 +263,9 @@ class Dial:
             log.warning("link_ended", address=self.address, detail=self._last_detail)
         self._reader.close()
         self._stop_waiting()
+        if self._opened_ns is not None and monotonic_ns() - self._opened_ns > MAX_REDIAL_S * 1e9:
+            self._redial_s = FIRST_REDIAL_S  # A peer that lets nobody stay is asked as seldom as one that is away.
+        self._opened_ns = None
         self._timer = asyncio.get_running_loop().call_later(self._redial_s, self._open)
         self._redial_s = min(2 * self._redial_s, MAX_REDIAL_S)
 

@@ -99,6 +99,10 @@ class SchedulerCore:
         """Requests that have not been told their end, in order of arrival; not to be changed."""
         return tuple(self._requests.values())
 
+    def is_open(self, request_id: RequestId) -> bool:
+        """Whether such a request has been admitted and not been told its end."""
+        return request_id in self._requests
+
     @property
     def num_open(self) -> int:
         """Requests that have not been told their end."""
@@ -330,6 +334,8 @@ class SchedulerCore:
                 interrupt(request.placed, is_worker_lost=True)
                 request.placement = None
                 self._waiting.add(request)
+        if not self._workers:
+            self._waiting.forget_last_start()
         self._tell_pool()
 
     def _dismiss(self, worker: Worker, detail: str, now_ns: int) -> None:
@@ -508,7 +514,8 @@ class SchedulerCore:
 def _publish(placement: Placement) -> None:
     """Let others find the blocks that a result filled."""
     pool, request = placement.worker.pool, placement.request
-    first, end = placement.num_published, placement.num_computed // pool.block_size
+    # The last token's KV may be there before the token is known, where the request has ended meanwhile.
+    first, end = placement.num_published, min(placement.num_computed, len(request.token_ids)) // pool.block_size
     hashes = request.hashes.first(end, request.token_ids, pool.block_size)
     pool.publish(placement.block_table[first:end], hashes[first:end])
     placement.num_published = end

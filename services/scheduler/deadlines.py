@@ -26,27 +26,33 @@ def choose_decodes(
     *,
     margin_ns: float,
     allowance_ns: float,
+    lost_ns: float,
     others: Sequence[Placement] = (),
 ) -> Decodes:
     """Keep every deadline that can be kept.
 
     All streams run if that is in time for the tightest. If not, those with slack for two more rounds sit this one out,
     most slack first, should that help. A deadline that even then cannot be kept is lost, and no longer counts: the
-    iteration keeps to the tightest of the others.
+    iteration keeps to the tightest of the others, and to lost_ns, since those others may be patient.
 
     Args:
         decoding: Streams that could run, with their slack.
         predict_ns: How long a load takes.
         margin_ns: What is kept free between prediction and deadline, as far as decodes leave twice as much.
         allowance_ns: Of a gap, what the rest of the ring adds.
+        lost_ns: What an iteration may take at most that carries streams whose deadline is lost.
         others: Streams that the iteration cannot carry; their slack is how long it may take for their sake.
     """
-    decodes = _choose(decoding, predict_ns, margin_ns, allowance_ns)
+    decodes = _choose(decoding, predict_ns, margin_ns, allowance_ns, lost_ns)
     return _spare(others, decodes, predict_ns, margin_ns, allowance_ns) if others else decodes
 
 
 def _choose(
-    decoding: list[Placement], predict_ns: Callable[[Load], float], margin_ns: float, allowance_ns: float
+    decoding: list[Placement],
+    predict_ns: Callable[[Load], float],
+    margin_ns: float,
+    allowance_ns: float,
+    lost_ns: float,
 ) -> Decodes:
     if not decoding:
         return Decodes(decoding, None)
@@ -68,7 +74,9 @@ def _choose(
                 return Decodes(kept, _allowed(tightest_ns, reduced_ns, margin_ns))
     slacks = [placement.slack_ns - allowance_ns for placement in decoding]
     in_time = [slack_ns for slack_ns in slacks if slack_ns >= needed_ns]
-    return Decodes(decoding, _allowed(min(in_time), needed_ns, margin_ns) if in_time else tightest_ns)
+    if not in_time:
+        return Decodes(decoding, tightest_ns)
+    return Decodes(decoding, min(lost_ns, _allowed(min(in_time), needed_ns, margin_ns)))
 
 
 def _spare(

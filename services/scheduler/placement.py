@@ -66,16 +66,18 @@ class Placer:
         """
         about = AboutToBegin(worker)
         passed: list[Request] = []
-        being_read: set[tuple[bytes, str]] | None = None  # until a request might wait for one of them
+        being_read: dict[tuple[bytes, str], int] | None = None  # until a request might wait for one of them
         for request in waiting:
-            if passed and (request.arrived.priority != passed[0].arrived.priority or len(passed) == MAX_LOOK_PAST):
+            if passed and (request.arrived.priority != passed[0].arrived.priority or len(passed) > MAX_LOOK_PAST):
                 return
             if not any(self.can_ever_hold(other, request) for other in workers):
                 continue  # It came before the worker that could hold it was lost, and blocks nobody meanwhile.
-            key = request.twin_key if self._limits.has_prefix_cache else None
+            # One that was preempted waits for nobody: somebody waits for its next token.
+            may_wait = self._limits.has_prefix_cache and request.first_planned_ns is None
+            key = request.twin_key if may_wait else None
             if key is not None:
                 being_read = _being_read(workers) if being_read is None else being_read
-                if key in being_read:
+                if being_read.get(key, _NOBODY) <= request.arrived.priority:
                     continue  # It will find its prompt in a cache, and blocks nobody either.
             fit = self.best(workers, request, about)
             if fit is None and _may_be_passed(request):
@@ -88,7 +90,7 @@ class Placer:
             about.num_expected_tokens += fit.num_expected_tokens
             about.num_prefill_tokens += len(request.token_ids) - fit.num_cached_tokens
             if key is not None and being_read is not None:
-                being_read.add(key)
+                being_read[key] = request.arrived.priority
             yield request, fit
 
     def best(self, workers: Iterable[Worker], request: Request, about: AboutToBegin) -> Fit | None:
@@ -162,11 +164,20 @@ class Placer:
         return num_to_read + num_before, len(fit.worker.running) + taken.num_requests, fit.worker.order
 
 
-def _being_read(workers: Iterable[Worker]) -> set[tuple[bytes, str]]:
-    """The prompts that requests are reading, whose blocks others do not find yet."""
+_NOBODY = 1 << 31
+"""Worse than any priority."""
+
+
+def _being_read(workers: Iterable[Worker]) -> dict[tuple[bytes, str], int]:
+    """The prompts that requests are reading, whose blocks others do not find yet, and the best priority of those that
+    read each."""
     placements = (request.placed for worker in workers for request in worker.running)
     reading = (it.request for it in placements if it.num_computed < it.request.arrived.num_prompt_tokens)
-    return {key for request in reading if (key := request.twin_key) is not None}
+    found: dict[tuple[bytes, str], int] = {}
+    for request in reading:
+        if (key := request.twin_key) is not None:
+            found[key] = min(found.get(key, _NOBODY), request.arrived.priority)
+    return found
 
 
 def _may_be_passed(request: Request) -> bool:

@@ -73,9 +73,13 @@ class Planner:
         room, decoding = self._room(worker, micro_batch, start_ns, running.decoding)
         batch = Batch(worker.predict_ns, room)
         self._policy.fill(batch, Running(decoding=decoding, prefilling=running.prefilling), self._admissible(worker))
-        if not batch.decodes and not batch.chunks:
-            return None
-        return self._commit(worker, micro_batch, batch, now_ns, start_ns)
+        plan = self._commit(worker, micro_batch, batch, now_ns, start_ns)
+        if plan is None and running.decoding and worker.num_stages == 1:
+            # Those that it was for have no block, while others sat it out for their sake: these then.
+            batch = Batch(worker.predict_ns, room)
+            batch.take_decodes(running.decoding)
+            plan = self._commit(worker, micro_batch, batch, now_ns, start_ns)
+        return plan
 
     # --- how much
 
@@ -105,6 +109,7 @@ class Planner:
                 worker.predict_ns,
                 margin_ns=worker.margin.ns,
                 allowance_ns=limits.ring_allowance_ns,
+                lost_ns=limits.tbt_target_ns,
                 others=others,
             )
             decoding, allowed_ns = decodes.placements, decodes.allowed_ns
@@ -163,12 +168,15 @@ class Planner:
         """Take slots and blocks for the batch, as far as there are any, and make it a plan."""
         introduced: list[NewRequest] = []
         grown: list[GrownTable] = []
+        # Newcomers first: of the blocks that they were found to share, none may be taken for others meanwhile.
+        placed = [
+            candidate.placement or self._place(candidate.request, worker, now_ns) for candidate, _ in batch.chunks
+        ]
         decodes = _take_decodes(batch, grown)
         chunks: list[Chunk] = []
         placements: list[Placement] = []
         sampled = decodes.copy()
-        for candidate, num_tokens in batch.chunks:
-            placement = candidate.placement or self._place(candidate.request, worker, now_ns)
+        for (candidate, num_tokens), placement in zip(batch.chunks, placed, strict=True):
             chunk, new_blocks = self._take_chunk(placement, num_tokens)
             if chunk is None or (chunk.start, chunk.num_tokens) != (candidate.start, num_tokens):
                 _correct(batch.load, candidate, num_tokens, chunk)

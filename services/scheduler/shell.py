@@ -215,7 +215,7 @@ class SchedulerShell:
         if self._recorder is not None:
             self._recorder.record(event, effects, now_ns)
         if self._spans is not None:
-            if isinstance(event, RequestArrived):
+            if isinstance(event, RequestArrived) and self._core.is_open(event.request_id):
                 self._spans.arrive(event, now_ns)
             for effect in effects:
                 self._spans.note(effect, now_ns)

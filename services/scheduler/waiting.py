@@ -42,9 +42,14 @@ class WaitingQueue:
         self._num_tokens += len(request.token_ids)
 
     def remove(self, request: Request) -> None:
-        """Take out a request that ends, or begins (see take)."""
-        self._requests.remove(request)
-        self._num_tokens -= len(request.token_ids)
+        """Take out a request that ends without having begun."""
+        self._take_out(request)
+        if not self._requests:
+            self.forget_last_start()
+
+    def forget_last_start(self) -> None:
+        """Nobody waits any more for what would begin next: the time until then says nothing of the queue's pace."""
+        self._last_start_ns = None
 
     def take(self, request: Request) -> None:
         """Take out a request that begins. Those before it are overtaken."""
@@ -52,7 +57,7 @@ class WaitingQueue:
             if other is request:
                 break
             other.num_overtaken += 1
-        self.remove(request)
+        self._take_out(request)
 
     def note_start(self, now_ns: int) -> None:
         """A request left the queue for a worker."""
@@ -93,6 +98,10 @@ class WaitingQueue:
         by_tokens = ahead.num_tokens * 1e9 / prefill_tokens_per_s if prefill_tokens_per_s else 0.0
         by_starts = ahead.num_requests * (self._mean_start_gap_ns or 0.0)
         return int(max(by_tokens, by_starts))
+
+    def _take_out(self, request: Request) -> None:
+        self._requests.remove(request)
+        self._num_tokens -= len(request.token_ids)
 
 
 def _rank(request: Request) -> tuple[int, int]:

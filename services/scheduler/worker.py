@@ -218,13 +218,12 @@ class Worker:
         self.pool.give_back(placement.block_table)
 
     def num_prefill_tokens_due(self) -> int:
-        """Tokens of running requests that are still to be prefilled and in no plan."""
-        due = 0
-        for request in self.running:
-            placement = request.placed
-            if not placement.is_decoding:
-                due += placement.prefill_len - placement.num_planned
-        return due
+        """Tokens of running requests that are still to be prefilled. Those in flight count: else a worker whose plan
+        has left would seem nearer to its end than one whose plan is made, and each leave newcomers to the other."""
+        return sum(
+            max(0, placement.prefill_len - placement.num_computed)
+            for placement in (request.placed for request in self.running)
+        )
 
     def num_blocks_promised(self) -> int:
         """Free blocks, outside the reserve, that its prefilling requests will still take until their first token."""

@@ -15,10 +15,11 @@ from common.actor.mailbox import Mailbox
 from common.ids import RequestId, new_instance_id
 from common.messages import Cancel
 from common.messages.links import Hello, Role
+from common.wire.codec import encode
 from common.wire.link import LinkFull, Peer, PeerDown, PeerGone, PeerUp, Received
 from common.wire.memory_link import MemoryWire
 from common.wire.names import leaves_loopback, name_in
-from common.wire.session import Endpoint
+from common.wire.session import Endpoint, Session
 from common.wire.zmq_link import Sockets
 from common.wire.zmq_socket import LinkSettings, new_keys
 
@@ -441,3 +442,41 @@ def test_what_leaves_loopback(address: str, leaves: bool) -> None:
 )
 def test_which_addresses_hold_a_name_to_look_up(address: str, name: tuple[str, int] | None) -> None:
     assert name_in(address) == name
+
+
+def test_a_peer_that_says_hello_and_is_gone_has_come_and_gone() -> None:
+    """What the binding side answers finds nobody; its actor must hear of both, in that order."""
+    mailbox = Mailbox()
+    hello = Hello(role=Role.TOKENIZER, instance_id=new_instance_id(Role.TOKENIZER), window=WINDOW)
+    endpoint = Endpoint(hello=hello, peer_roles=frozenset({Role.GATEWAY}), mailbox=mailbox)
+    session = Session(endpoint, dialled=False, transmit=lambda data: False)
+    session.receive(encode(Hello(role=Role.GATEWAY, instance_id=new_instance_id(Role.GATEWAY), window=WINDOW)))
+
+    async def seen() -> list[type]:
+        return [type(await anext(mailbox)), type(await anext(mailbox))]
+
+    assert asyncio.run(seen()) == [PeerUp, PeerDown]
+
+
+def test_who_is_dropped_as_soon_as_it_comes_comes_back_ever_more_seldom() -> None:
+    async def test() -> int:
+        num_up = 0
+        below, above = Sockets(LinkSettings()), Sockets(LinkSettings())
+        mailbox = Mailbox()
+        hello = Hello(role=Role.TOKENIZER, instance_id=new_instance_id(Role.TOKENIZER), window=WINDOW)
+        inbox = below.bind(
+            "tcp://127.0.0.1:*", Endpoint(hello=hello, peer_roles=frozenset({Role.GATEWAY}), mailbox=mailbox)
+        )
+        other = Hello(role=Role.GATEWAY, instance_id=new_instance_id(Role.GATEWAY), window=WINDOW)
+        above.dial(inbox.address, Endpoint(hello=other, peer_roles=frozenset({Role.TOKENIZER}), mailbox=Mailbox()))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(4):
+                async for event in mailbox:
+                    if isinstance(event, PeerUp):
+                        num_up += 1
+                        event.peer.drop("not you")
+        above.close()
+        below.close()
+        return num_up
+
+    assert 2 <= asyncio.run(test()) <= 8  # After 0.1, 0.2, 0.4, 0.8, 1.6, 2 s; every 0.1 s it would be 30.

@@ -8,6 +8,7 @@ prompt does not wait for a long one to end, and a long one is slowed down by no 
 from collections.abc import Iterable
 from itertools import islice
 
+from services.scheduler.events import Bound
 from services.scheduler.policy.batch import Batch, Candidate, Policy, Running
 
 OLDEST_SHARE = 0.5
@@ -30,7 +31,7 @@ def fill(batch: Batch, running: Running, waiting: Iterable[Candidate]) -> None:
     num_tokens = batch.largest_chunk(oldest)
     if num_tokens == 0:
         return
-    if others and num_tokens < oldest.num_tokens:
+    if others and num_tokens < oldest.num_tokens and batch.bound is not Bound.FLOOR:  # Too little to be shared.
         num_tokens = max(1, int(num_tokens * OLDEST_SHARE))
     index = len(batch.chunks)
     batch.take_chunk(oldest, num_tokens)

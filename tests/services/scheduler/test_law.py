@@ -85,32 +85,41 @@ def ten_ms_each(load: Load) -> float:
 
 def test_all_streams_run_when_that_is_in_time_for_the_tightest() -> None:
     streams = [stream(50), stream(1000)]
-    decodes = choose_decodes(streams, ten_ms_each, margin_ns=5 * MS, allowance_ns=0)
+    decodes = choose_decodes(streams, ten_ms_each, margin_ns=5 * MS, allowance_ns=0, lost_ns=1000 * MS)
     assert decodes.placements == streams
     assert decodes.allowed_ns == 45 * MS
 
 
 def test_a_stream_with_slack_sits_out_when_that_saves_another() -> None:
     hasty, patient, more_patient = stream(25), stream(500), stream(900)
-    decodes = choose_decodes([hasty, patient, more_patient], ten_ms_each, margin_ns=0, allowance_ns=0)
+    decodes = choose_decodes(
+        [hasty, patient, more_patient], ten_ms_each, margin_ns=0, allowance_ns=0, lost_ns=1000 * MS
+    )
     assert decodes.placements == [hasty, patient]
     assert decodes.allowed_ns == 25 * MS
 
 
 def test_nobody_sits_out_when_it_saves_nobody() -> None:
     streams = [stream(5), stream(500)]
-    assert choose_decodes(streams, ten_ms_each, margin_ns=0, allowance_ns=0).placements == streams
+    assert choose_decodes(streams, ten_ms_each, margin_ns=0, allowance_ns=0, lost_ns=1000 * MS).placements == streams
 
 
 def test_a_deadline_that_cannot_be_kept_no_longer_counts() -> None:
     late, in_time = stream(5), stream(25)
-    decodes = choose_decodes([late, in_time], ten_ms_each, margin_ns=0, allowance_ns=0)
+    decodes = choose_decodes([late, in_time], ten_ms_each, margin_ns=0, allowance_ns=0, lost_ns=1000 * MS)
     assert decodes.placements == [late, in_time]
     assert decodes.allowed_ns == 25 * MS
 
 
+def test_a_patient_stream_gives_no_iteration_more_than_the_pools_target_when_others_are_late() -> None:
+    late, patient = stream(5), stream(10_000)
+    decodes = choose_decodes([late, patient], ten_ms_each, margin_ns=0, allowance_ns=0, lost_ns=100 * MS)
+    assert decodes.placements == [late, patient]
+    assert decodes.allowed_ns == 100 * MS
+
+
 def test_the_margin_takes_at_most_half_of_what_decodes_leave() -> None:
-    decodes = choose_decodes([stream(50)], ten_ms_each, margin_ns=1000 * MS, allowance_ns=4 * MS)
+    decodes = choose_decodes([stream(50)], ten_ms_each, margin_ns=1000 * MS, allowance_ns=4 * MS, lost_ns=1000 * MS)
     assert decodes.allowed_ns == (50 - 4 - 18) * MS
 
 

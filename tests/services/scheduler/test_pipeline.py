@@ -128,7 +128,9 @@ def test_a_plan_leaves_streams_of_later_plans_room_for_plans_as_long_as_itself()
     dealt = deal([own, other], 0, num_stages=2, wait_ns=0)
     assert (dealt.own, dealt.others) == ([own], [other])
     assert other.slack_ns == 60 * MS, "60 ms until this plan is through, and half of as much for the next one"
-    decodes = choose_decodes(dealt.own, ten_ms_each, margin_ns=0, allowance_ns=5 * MS, others=dealt.others)
+    decodes = choose_decodes(
+        dealt.own, ten_ms_each, margin_ns=0, allowance_ns=5 * MS, lost_ns=1000 * MS, others=dealt.others
+    )
     assert decodes == Decodes([own], 55 * MS)
 
 
@@ -136,7 +138,9 @@ def test_a_plan_without_streams_keeps_the_deadlines_of_others() -> None:
     other = stream(90)
     other.micro_batch = 2
     dealt = deal([other], 0, num_stages=3, wait_ns=0)
-    decodes = choose_decodes(dealt.own, ten_ms_each, margin_ns=0, allowance_ns=0, others=dealt.others)
+    decodes = choose_decodes(
+        dealt.own, ten_ms_each, margin_ns=0, allowance_ns=0, lost_ns=1000 * MS, others=dealt.others
+    )
     assert decodes == Decodes([], 54 * MS)
 
 
@@ -144,7 +148,9 @@ def test_a_deadline_of_another_micro_batch_that_is_lost_anyway_no_longer_counts(
     own, lost = stream(100), stream(12)
     lost.micro_batch = 1
     dealt = deal([own, lost], 0, num_stages=2, wait_ns=0)
-    decodes = choose_decodes(dealt.own, ten_ms_each, margin_ns=0, allowance_ns=0, others=dealt.others)
+    decodes = choose_decodes(
+        dealt.own, ten_ms_each, margin_ns=0, allowance_ns=0, lost_ns=1000 * MS, others=dealt.others
+    )
     assert decodes == Decodes([own], 100 * MS)
 
 

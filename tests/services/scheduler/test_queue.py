@@ -52,7 +52,7 @@ def test_it_is_overtaken_a_bounded_number_of_times() -> None:
 
 
 def test_a_plan_looks_past_a_bounded_number_of_requests_without_room() -> None:
-    for num_large, is_reached in ((MAX_LOOK_PAST - 1, True), (MAX_LOOK_PAST, False)):
+    for num_large, is_reached in ((MAX_LOOK_PAST, True), (MAX_LOOK_PAST + 1, False)):
         world = full_world()
         for index in range(num_large - 1):  # Beside the first.
             world.arrive(f"large {index}", prompt_len=150, max_tokens=4)
@@ -209,3 +209,72 @@ def test_short_prompts_say_nothing_of_the_pace_at_which_long_ones_are_read() -> 
         world.arrive(f"short {index}", prompt_len=1, max_tokens=1)
         world.finish_iteration(took_ns=5_000_000)
     assert world.core.workers[0].prefill_tokens_per_s == pace
+
+
+def test_a_quiet_hour_after_a_queue_that_emptied_by_itself_says_nothing_of_its_pace() -> None:
+    world = World(token_budget=16, num_blocks=64, max_num_slots=1)
+    for name in ("a", "b", "c"):
+        world.arrive(name, prompt_len=8, max_tokens=4)
+    while "b" not in world.output or not world.output["b"]:
+        world.finish_iteration()  # It begins while another waits.
+    world.cancel("c")
+    world.drain()
+    world.wait(3600)
+    for name in ("d", "e", "f"):
+        world.arrive(name, prompt_len=8, max_tokens=4)
+    world.drain()
+    for name in ("d", "e", "f"):
+        assert world.output[name] == world.expected_output(name, 8, 4)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_two_workers_with_nearly_as_much_to_read_do_not_leave_a_newcomer_to_each_other(depth: int) -> None:
+    world = World(num_workers=2, token_budget=16, num_blocks=400, depth=depth)
+    world.arrive("one", prompt_len=800, max_tokens=2)
+    world.arrive("other", prompt_len=790, max_tokens=2)
+    first, second = (worker.worker_id for worker in world.core.workers)
+    world.arrive("short", prompt_len=4, max_tokens=2)
+    for _ in range(10):
+        for worker_id in (first, second):
+            if world.plans[worker_id]:
+                world.finish_iteration(worker_id)
+    assert world.output["short"] == world.expected_output("short", 4, 2)
+
+
+def test_an_urgent_request_does_not_wait_for_one_of_a_worse_priority_to_read_its_prompt() -> None:
+    world = World(token_budget=16, num_blocks=1000)
+    tokens = list(range(100, 900))
+    world.arrive("reader", prompt_len=800, tokens=tokens, max_tokens=2, priority=5)
+    world.finish_iteration()
+    world.arrive("between", prompt_len=1500, max_tokens=2)
+    world.arrive("urgent", prompt_len=800, tokens=tokens, max_tokens=2, priority=-5)
+    for _ in range(70):
+        world.finish_iteration()
+    assert "urgent" in world.terminals
+    assert "between" not in world.terminals
+
+
+def test_prompts_share_no_floor() -> None:
+    """Decodes leave no time at all: what is read all the same is read of one."""
+    world = World(token_budget=None, num_blocks=2000, min_prefill_tokens=16, tbt_target_ns=1_000)
+    world.arrive("stream", prompt_len=4, max_tokens=200)
+    for _ in range(4):
+        world.finish_iteration(took_ns=1_000_000)
+    for name in ("one", "other"):
+        world.arrive(name, prompt_len=500, max_tokens=2)
+    for _ in range(6):
+        world.finish_iteration(took_ns=1_000_000)
+    plans = [plan for plan in world.iterations if plan.decodes and plan.chunks]
+    assert plans
+    assert {sum(chunk.num_tokens for chunk in plan.chunks) for plan in plans} == {16}
+
+
+def test_a_block_is_published_no_further_than_tokens_are_known() -> None:
+    world = World(block_size=1, num_blocks=64, depth=2)
+    world.arrive("a", prompt_len=5, max_tokens=20)
+    for _ in range(3):
+        world.finish_iteration()
+    world.cancel("a")
+    while any(world.plans.values()):
+        world.finish_iteration()
+    world.check_drained()
