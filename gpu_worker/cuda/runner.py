@@ -129,11 +129,11 @@ class CudaRunner:
         output = self._outputs[parity][: num_words if self._layout.samples else 0]
         tokens = results[: len(sampled)]
         records = results[len(sampled) :].view(wanted.num_records, wanted.record_len)
+        drawn = [ordered[place] for place in sampled]
         self._state.update(rows)
         given = self._compute(ordered, sampled, self._inputs[parity], received, records[len(wanted.sampled) :])
         if self._layout.is_last_stage and sampled:
             if self._layout.samples:
-                drawn = [ordered[place] for place in sampled]
                 self._drawing.draw(drawn, given, tokens, records[: len(wanted.sampled)])
             self._drawing.keep(self._group.broadcast(tokens))
         finished.record()
@@ -142,7 +142,7 @@ class CudaRunner:
             output.copy_(results[: len(output)], non_blocking=True)
             copied.record()
         # Last: the stream waits here while too much of what was sent before has not arrived.
-        self._hand_over(given, tokens, [ordered[place] for place in sampled])
+        self._hand_over(given, tokens, drawn)
         return Launched(order if self._layout.samples else (), wanted, output, started, ready, finished, copied)
 
     @torch.inference_mode()

@@ -7,7 +7,7 @@ pool and put themselves together.
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -51,6 +51,9 @@ class BuiltStage:
 class Part(ABC):
     """A rank's share of the weights, loaded."""
 
+    has_way_back: ClassVar[bool] = False
+    """Whether drawn tokens come back to the first stage from device to device; else by the links."""
+
     layout: Layout
     name: str  # of the model
     whole: ModelConfig
@@ -68,9 +71,11 @@ class Part(ABC):
             f"max_num_slots {config.max_num_slots}, max_chunk_tokens {config.max_chunk_tokens}"
         )
 
-    @abstractmethod
     def meet(self, store: "Store", config: WorkerConfig) -> Group:
         """Meet the other ranks in a store that all share."""
+        assert config.rank_address is not None, "checked with the options, or chosen"
+        host = address_towards(config.rank_address)
+        return Group(store, self.layout, self.spec.device, config.rank_timeout_s, host, has_way_back=self.has_way_back)
 
     @abstractmethod
     def assemble(self, config: WorkerConfig, group: Group, on_failed: OnFailed) -> BuiltStage:
@@ -110,10 +115,6 @@ class HostPart(Part):
     """In host memory, for a rank on a CPU."""
 
     num_blocks: int  # KV blocks that there is memory for
-
-    def meet(self, store: "Store", config: WorkerConfig) -> Group:
-        assert config.rank_address is not None, "checked with the options, or chosen"
-        return Group(store, self.layout, "cpu", config.rank_timeout_s, address_towards(config.rank_address))
 
     def assemble(self, config: WorkerConfig, group: Group, on_failed: OnFailed) -> BuiltStage:
         model, spec = self.model, self.spec

@@ -1,7 +1,6 @@
 """A rank's part of the model on a device of its own: what gpu_worker.parallel.build does for one on a CPU."""
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from common.models import find_model
 from gpu_worker.attention import choose_backend, fitted
@@ -18,24 +17,15 @@ from gpu_worker.parallel.build import BuiltStage, OnFailed, Part
 from gpu_worker.parallel.device_stage import DeviceStage
 from gpu_worker.parallel.group import Group
 from gpu_worker.parallel.layout import Layout
-from gpu_worker.parallel.meeting import address_towards
 from gpu_worker.parallel.shard import shard
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
 
 
 @dataclass(frozen=True, kw_only=True)
 class DevicePart(Part):
     """On a device."""
 
+    has_way_back = True
     device: Device
-
-    def meet(self, store: "Store", config: WorkerConfig) -> Group:
-        assert config.rank_address is not None, "checked with the options, or chosen"
-        host = address_towards(config.rank_address)
-        place = self.device.torch_device
-        return Group(store, self.layout, place, config.rank_timeout_s, host, has_way_back=True)
 
     def assemble(self, config: WorkerConfig, group: Group, on_failed: OnFailed) -> BuiltStage:
         runner, limits = build_runner(
