@@ -52,7 +52,7 @@ class WorkerConfig(ProcessConfig):
     )
     gpu_memory_share: float = option(0.9, "of a GPU's memory, what this worker may take, weights and all")
     eager: bool = option(False, "compute decode batches without CUDA graphs: starts sooner, decodes more slowly")
-    kernels: Literal["auto", "avx512bf16", "avx512", "avx2", "portable", "off"] = option(
+    kernels: Literal["auto", "amx", "avx512bf16", "avx512", "avx2", "portable", "off"] = option(
         "auto", "instruction set of the native kernels; auto takes the machine's best, and torch if none can be built"
     )
     weights: Literal["dtype", "int8"] = option(

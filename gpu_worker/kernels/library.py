@@ -1,6 +1,7 @@
 """The built kernels as Python sees them: structures of source/program.cpp, packing, and the team of threads."""
 
 import ctypes
+import os
 import weakref
 from dataclasses import dataclass
 from enum import IntEnum
@@ -197,13 +198,17 @@ class Kernels:
         except OSError as error:
             raise KernelsUnavailable(f"{path} cannot be loaded: {error}") from error
         self._declare()
+        if refusal := self.functions.legato_prepare():
+            raise KernelsUnavailable(
+                f"the system does not let kernels for {instruction_set} run: {os.strerror(refusal)}"
+            )
         size = self.functions.legato_operation_size()
         assert size == ctypes.sizeof(OperationStruct), "library.py and source/program.cpp disagree on an operation"
 
     def rounds_inputs(self, weight_type: WeightType) -> bool:
         """Whether a product by such weights rounds its inputs to bfloat16; its sums are float32 all the same. So does
         attention, with queries and softmax weights, over a pool of that type."""
-        return self.instruction_set == "avx512bf16" and weight_type is WeightType.BFLOAT16
+        return self.instruction_set in ("amx", "avx512bf16") and weight_type is WeightType.BFLOAT16
 
     def pack(self, weights: Tensor, weight_type: WeightType, epilogue: Epilogue = Epilogue.STORE) -> PackedMatrix:
         """Pack (outputs, inputs) weights of float32 or bfloat16.
@@ -234,6 +239,7 @@ class Kernels:
         """Tell ctypes the types, without which it would cut pointers to 32 bits."""
         pointer, int32, int64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
         for name, result, arguments in (
+            ("legato_prepare", int32, ()),
             ("legato_engine_new", pointer, (int32,)),
             ("legato_engine_free", None, (pointer,)),
             ("legato_run", None, (pointer, pointer, int32, pointer, pointer)),

@@ -21,7 +21,7 @@ class UpConfig:
     profile: str | None = option(None, "device and model that simulated workers take the time of: a100-mistral-7b")
     dtype: Literal["auto", "float32", "bfloat16"] = option("auto", "of weights and KV cache; auto asks the device")
     attention_backend: str = option("auto", "how workers compute attention; see `legato worker --help`")
-    kernels: Literal["auto", "avx512bf16", "avx512", "avx2", "portable", "off"] = option(
+    kernels: Literal["auto", "amx", "avx512bf16", "avx512", "avx2", "portable", "off"] = option(
         "auto",
         "instruction set of workers' native kernels; auto takes the machine's best, and torch if none can be built",
     )

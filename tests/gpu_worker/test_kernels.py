@@ -3,6 +3,8 @@
 import os
 import random
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -190,10 +192,23 @@ class Pages:
         self.queries = torch.randn(self.num_tokens, heads.num_heads * heads.head_dim)
 
     def attend(self, engine: Engine) -> Tensor:
-        program = Program(max_tokens=self.num_tokens, max_samples=self.num_tokens)
-        output = program.token_buffer(self.queries.shape[1]).fill_(float("nan"))
-        program.attend(self.queries, output, self.keys, self.values, self.heads)
-        program.run(engine, flat_rows(self.rows, self.tables, self.keys.shape[1]))
+        return self._attend(engine, self.queries, self.rows)
+
+    def attend_by(self, engine: Engine, num_queries: int) -> Tensor:
+        """The same for the only request, so many of its queries at a time."""
+        ((query_len, kv_len),) = self.rows
+        start = kv_len - query_len
+        parts = []
+        for first in range(0, query_len, num_queries):
+            queries = self.queries[first : first + num_queries]
+            parts.append(self._attend(engine, queries, [(len(queries), start + first + len(queries))]))
+        return torch.cat(parts)
+
+    def _attend(self, engine: Engine, queries: Tensor, rows: list[tuple[int, int]]) -> Tensor:
+        program = Program(max_tokens=len(queries), max_samples=len(queries))
+        output = program.token_buffer(queries.shape[1]).fill_(float("nan"))
+        program.attend(queries, output, self.keys, self.values, self.heads)
+        program.run(engine, flat_rows(rows, self.tables, self.keys.shape[1]))
         return output
 
     def expected(self) -> Tensor:
@@ -265,6 +280,25 @@ def test_chunks_of_any_size_behind_any_context_equal_the_reference(
         )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("head_dim", "group"), [(16, 3), (64, 3), (64, 1), (128, 8)])
+def test_how_many_queries_are_attended_at_a_time_does_not_change_a_bit(
+    engine: Engine, head_dim: int, group: int, dtype: torch.dtype
+) -> None:
+    heads = HeadShape(num_heads=group, num_kv_heads=1, head_dim=head_dim)
+    pages = Pages([(60, 330)], heads, block_size=16, dtype=dtype, is_by_head=True)
+    attended = pages.attend(engine)
+    for num_queries in (1, 2, 7, 33):
+        assert torch.equal(pages.attend_by(engine, num_queries), attended), num_queries
+
+
+def test_nor_does_it_where_numbers_are_too_small_to_be_normal(engine: Engine) -> None:
+    heads = HeadShape(num_heads=3, num_kv_heads=1, head_dim=64)
+    pages = Pages([(20, 150)], heads, block_size=16, dtype=torch.bfloat16, is_by_head=True)
+    pages.values.mul_(2.0**-126)
+    assert torch.equal(pages.attend_by(engine, 1), pages.attend(engine))
+
+
 def test_how_many_threads_share_a_chunks_keys_does_not_change_a_bit(engine: Engine) -> None:
     heads = HeadShape(num_heads=6, num_kv_heads=2, head_dim=64)
     pages = Pages([(40, 1040), (1, 700)], heads, block_size=16, dtype=torch.bfloat16, is_by_head=True)
@@ -275,7 +309,7 @@ def test_how_many_threads_share_a_chunks_keys_does_not_change_a_bit(engine: Engi
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("window", [1, 40, 300])
 def test_a_window_hides_what_lies_further_back(engine: Engine, window: int, dtype: torch.dtype) -> None:
-    heads = HeadShape(num_heads=6, num_kv_heads=2, head_dim=16, window=window)
+    heads = HeadShape(num_heads=6, num_kv_heads=2, head_dim=32, window=window)
     pages = Pages(HYBRID, heads, block_size=16, dtype=dtype, is_by_head=True)
     tolerance = attention_tolerance(engine, dtype)
     torch.testing.assert_close(pages.attend(engine), pages.expected(), atol=tolerance, rtol=tolerance)
@@ -310,43 +344,46 @@ def test_queries_and_keys_are_turned_and_keys_and_values_stored(
     close(pages.values[places], by_head[:, 8:].to(dtype), atol=0, rtol=0)
 
 
-CONFIG = ModelConfig(
-    vocab_size=61,
-    hidden_size=48,
-    intermediate_size=72,
-    num_layers=2,
-    num_heads=6,
-    num_kv_heads=2,
-    head_dim=16,
-    rms_norm_eps=1e-5,
-    rope=RopeConfig(theta=10000.0),
-    max_model_len=512,
-    is_tied=True,
-)
+def tiny_config(head_dim: int) -> ModelConfig:
+    return ModelConfig(
+        vocab_size=61,
+        hidden_size=48,
+        intermediate_size=72,
+        num_layers=2,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=head_dim,
+        rms_norm_eps=1e-5,
+        rope=RopeConfig(theta=10000.0),
+        max_model_len=512,
+        is_tied=True,
+    )
+
+
 REQUEST_LEN = 300
 BLOCK_SIZE = 16
 
 
-def tiny_weights() -> ModelWeights:
+def tiny_weights(config: ModelConfig) -> ModelWeights:
     torch.manual_seed(0)
 
     def matrix(outputs: int, inputs: int) -> Tensor:
         return torch.randn(outputs, inputs).div_(inputs**0.5)
 
-    embedding = torch.randn(CONFIG.vocab_size, CONFIG.hidden_size)
+    embedding = torch.randn(config.vocab_size, config.hidden_size)
     empty = torch.empty(0)
     return ModelWeights(
         embedding=embedding,
         layers=tuple(
             LayerWeights(
                 attention_norm=torch.rand(48),
-                query_key_value=matrix(10 * 16, 48),
-                attention_output=matrix(48, 6 * 16),
+                query_key_value=matrix(10 * config.head_dim, 48),
+                attention_output=matrix(48, 6 * config.head_dim),
                 mlp_norm=torch.rand(48),
                 gate_up=matrix(2 * 72, 48),
                 down=matrix(48, 72),
             )
-            for _ in range(CONFIG.num_layers)
+            for _ in range(config.num_layers)
         ),
         final_norm=torch.rand(48),
         head=embedding,
@@ -358,11 +395,12 @@ def tiny_weights() -> ModelWeights:
 class InvariantWorld:
     """A tiny model that computes the logits of every position of some requests, in iterations as a test cuts them."""
 
-    def __init__(self, engine: Engine, dtype: torch.dtype) -> None:
+    def __init__(self, engine: Engine, dtype: torch.dtype, head_dim: int = 16) -> None:
         self._engine = engine
         self._dtype = dtype
-        self._weights = tiny_weights()
-        self.token_ids = torch.randint(0, CONFIG.vocab_size, (3, REQUEST_LEN))
+        self._config = tiny_config(head_dim)
+        self._weights = tiny_weights(self._config)
+        self.token_ids = torch.randint(0, self._config.vocab_size, (3, REQUEST_LEN))
 
     def logits(self, cuts: list[list[int]]) -> Tensor:
         """Return (requests, positions, vocab). cuts[i] are the chunk lengths of request i, which sum to its length.
@@ -371,25 +409,25 @@ class InvariantWorld:
         """
         num_blocks = -(-REQUEST_LEN // BLOCK_SIZE)
         cache = KvCache.allocate_by_head(
-            num_layers=CONFIG.num_layers,
+            num_layers=self._config.num_layers,
             num_blocks=3 * num_blocks,
             block_size=BLOCK_SIZE,
-            num_kv_heads=CONFIG.num_kv_heads,
-            head_dim=CONFIG.head_dim,
+            num_kv_heads=self._config.num_kv_heads,
+            head_dim=self._config.head_dim,
             dtype=self._dtype,
         )
         model = NativeLlama(
             self._engine,
-            CONFIG,
+            self._config,
             self._weights,
             cache,
             weight_type=WeightType.BFLOAT16 if self._dtype == torch.bfloat16 else WeightType.FLOAT32,
-            max_model_len=CONFIG.max_model_len,
+            max_model_len=self._config.max_model_len,
             max_tokens=3 * REQUEST_LEN,
             max_samples=3 * REQUEST_LEN,
         )
         tables = torch.arange(3 * num_blocks).view(num_blocks, 3).T.contiguous()  # The requests' blocks take turns.
-        logits = torch.full((3, REQUEST_LEN, CONFIG.vocab_size), float("nan"))
+        logits = torch.full((3, REQUEST_LEN, self._config.vocab_size), float("nan"))
         starts = [0, 0, 0]
         for place in range(max(len(lengths) for lengths in cuts)):
             chunks = [(request, lengths[place]) for request, lengths in enumerate(cuts) if place < len(lengths)]
@@ -424,9 +462,13 @@ def cut(length: int) -> st.SearchStrategy[list[int]]:
     return st.lists(sizes, min_size=1, max_size=30).map(whole)
 
 
+# Tiles of AMX take heads of a multiple of 32; others are multiplied as without them.
+@pytest.mark.parametrize("head_dim", [16, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_logits_depend_on_neither_chunks_nor_neighbours_to_the_bit(engine: Engine, dtype: torch.dtype) -> None:
-    world = InvariantWorld(engine, dtype)
+def test_logits_depend_on_neither_chunks_nor_neighbours_to_the_bit(
+    engine: Engine, dtype: torch.dtype, head_dim: int
+) -> None:
+    world = InvariantWorld(engine, dtype, head_dim)
     whole = world.logits([[REQUEST_LEN]] * 3)
     assert not whole.isnan().any()
 
@@ -448,13 +490,14 @@ def test_logits_do_not_depend_on_the_number_of_threads() -> None:
 
 
 def test_a_batch_that_names_what_does_not_exist_is_refused(engine: Engine) -> None:
+    config = tiny_config(head_dim=16)
     cache = KvCache.allocate_by_head(
         num_layers=2, num_blocks=4, block_size=16, num_kv_heads=2, head_dim=16, dtype=torch.float32
     )
     model = NativeLlama(
         engine,
-        CONFIG,
-        tiny_weights(),
+        config,
+        tiny_weights(config),
         cache,
         weight_type=WeightType.FLOAT32,
         max_model_len=40,
@@ -516,8 +559,41 @@ def test_a_compiler_that_is_older_than_the_processor_makes_what_it_can(
     assert kernels.instruction_set == "portable"
 
 
+def test_of_two_that_a_processor_has_its_vendor_decides_which_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    features = frozenset({"fma", "avx2", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16"})
+    for vendor, fastest in (("AuthenticAMD", "avx512bf16"), ("GenuineIntel", "avx512")):
+        monkeypatch.setattr(kernels_build, "_read_processor", lambda vendor=vendor: (vendor, features))
+        usable = usable_instruction_sets()
+        assert usable[0] == fastest
+        assert set(usable) == {"avx512bf16", "avx512", "avx2", "portable"}
+
+
+WITH_A_SIGNAL_STACK_THAT_HAS_NO_ROOM_FOR_TILES = """
+import ctypes
+from gpu_worker.kernels.library import find_kernels
+
+class Stack(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t))
+
+memory = ctypes.create_string_buffer(4096)
+stack = Stack(ctypes.addressof(memory), 0, len(memory))
+assert ctypes.CDLL(None).sigaltstack(ctypes.byref(stack), None) == 0
+print(find_kernels("auto").instruction_set)
+find_kernels("amx")
+"""
+
+
+@pytest.mark.skipif("amx" not in usable_instruction_sets(), reason="a processor without AMX")
+def test_a_system_that_grants_no_tiles_gets_the_next_kernels() -> None:
+    command = [sys.executable, "-c", WITH_A_SIGNAL_STACK_THAT_HAS_NO_ROOM_FOR_TILES]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert done.stdout.splitlines()[-1] == usable_instruction_sets()[1]
+    assert "the system does not let kernels for amx run: No space left on device" in done.stderr
+
+
 def test_kernels_of_another_machine_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels_build, "_cpu_features", frozenset)
+    monkeypatch.setattr(kernels_build, "_read_processor", lambda: ("", frozenset()))
     with pytest.raises(KernelsUnavailable, match="kernels for avx512 cannot run here; this machine runs portable"):
         find_kernels("avx512")
 

@@ -31,6 +31,11 @@ struct KvPool {
   int64_t value_block, value_head, value_token;
 };
 
+// Whether every 16 keys lie as [dimension][16 keys], and the values of as many side by side.
+inline bool lies_in_tiles(const KvPool& pool) {
+  return pool.block_size % kTileKeys == 0 && pool.key_token == 1 && pool.key_dim == kTileKeys;
+}
+
 struct AttentionShape {
   int32_t num_heads, num_kv_heads, head_dim, window;  // window 0: every earlier key is seen
   float scale;                                         // of scores

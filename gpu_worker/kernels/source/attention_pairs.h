@@ -6,6 +6,7 @@
 // way, so that who computes a row does not change a bit.
 #pragma once
 
+#include "amx.h"
 #include "attention.h"
 
 #if defined(LEGATO_AVX512BF16)
@@ -56,10 +57,6 @@ Words value_words(const PairStep& step, int index, int key, int first, int head_
   return interleave(own, index * kTileKeys + key + 1 < step.num_keys ? own + step.value_token : nullptr);
 }
 
-inline bool lies_in_tiles(const KvPool& pool) {
-  return pool.block_size % kTileKeys == 0 && pool.key_token == 1 && pool.key_dim == kTileKeys;
-}
-
 inline PairStep open_pair_step(const KvPool& pool, const AttentionShape& shape, const Tile& tile, int start, int end,
                                bool is_packed, AttentionScratch& scratch) {
   const uint16_t* pool_keys = (const uint16_t*)pool.keys + tile.kv_head * pool.key_head;
@@ -91,8 +88,10 @@ inline PairStep open_pair_step(const KvPool& pool, const AttentionShape& shape, 
       return pool_values + own * pool.value_block + (first + key) % pool.block_size * pool.value_token;
     };
     if (lies_in_tiles(pool))
-      for (int d = 0; d < head_dim; d += 2)
+      for (int d = 0; d < head_dim; d += 2) {
+        if constexpr (kHasAmx) step.next.prefetch(index, d);  // Elsewhere the scores do.
         store_words(keys + d / 2 * kTileKeys, key_words<false>((const char*)from_keys, d));
+      }
     else
       for (int key = 0; key < kTileKeys; ++key) {
         const uint16_t* from = key < count ? key_at(key) : nullptr;  // Masked later, but multiplied before.

@@ -154,7 +154,7 @@ class Run : public Job {
   void add_stages(int index, int64_t& thread_floats, int64_t& shared_floats) {
     const Operation& operation = operations_[index];
     const int rows = operation.is_sampled_rows ? batch_.num_sampled : batch_.num_tokens;
-    const auto add = [&](bool is_first, int count, RowBlocks blocks = RowBlocks(0), int panels = 1, int grouped = 1,
+    const auto add = [&](bool is_first, int count, RowBlocks blocks = RowBlocks(0, 1), int panels = 1, int grouped = 1,
                          int chunks = 1) {
       stages_.push_back({index, is_first, blocks, panels, grouped, chunks});
       num_chunks.push_back(count);
@@ -162,13 +162,13 @@ class Run : public Job {
     switch (operation.kind) {
       case kLinear: {
         const Linear& linear = operation.linear;
-        const RowBlocks blocks(rows);
+        const RowBlocks blocks(rows, most_rows(linear.weight_type));
         const int64_t row_floats = (int64_t)num_slabs(linear.inputs) * kSlab;
         const int panels = num_panels(linear.outputs, linear.epilogue);
         if (blocks.num_blocks <= 1) {
           // Each thread lays the few rows out for itself, which costs less than waiting for another to do it.
-          thread_floats = std::max(thread_floats, row_floats * kLinearRows);
-          const int together = panels_at_once(rows);
+          thread_floats = std::max(thread_floats, row_floats * blocks.block_rows);
+          const int together = panels_at_once(linear.weight_type, rows);
           const int64_t most = kChunkBytes / panel_bytes(linear.inputs, linear.weight_type);
           const int per_chunk = (int)std::max<int64_t>(1, most / together) * together;
           add(false, rows ? (panels + per_chunk - 1) / per_chunk : 0, blocks, per_chunk, 1, 0);
@@ -266,12 +266,12 @@ class Run : public Job {
     const int last_panel = std::min(panel + stage.panels_per_chunk, num_panels(linear.outputs, linear.epilogue));
     const int last_block = std::min(first_block + stage.blocks_per_chunk, stage.blocks.num_blocks);
     while (panel < last_panel) {
-      const int together = std::min(panels_at_once(stage.blocks.block_rows), last_panel - panel);
+      const int together = std::min(panels_at_once(linear.weight_type, stage.blocks.block_rows), last_panel - panel);
       for (int block = first_block; block < last_block; ++block) {
         const int first = block * stage.blocks.block_rows, count = stage.blocks.rows_of(block);
         PanelSums sums[kMostPanels];
-        panel_multiplier(linear.weight_type, count, together == 1)((const char*)linear.weights + panel * bytes, bytes,
-                                                                   rows + first * row_floats, num_slabs(linear.inputs), sums);
+        legato::multiply(linear.weight_type, count, together == 1, (const char*)linear.weights + panel * bytes, bytes,
+                         rows + first * row_floats, num_slabs(linear.inputs), sums);
         for (int index = 0; index < together; ++index)
           for (int row = 0; row < count; ++row)
             write_row(linear, panel + index, sums[index][row], linear.output + (first + row) * linear.output_stride);
@@ -425,6 +425,9 @@ struct Engine {
   Team team;
   std::vector<float> memory;
 };
+
+// 0, or the error number with which the system refused what these kernels need. To be called before all others.
+int32_t legato_prepare() { return permit_amx(); }
 
 Engine* legato_engine_new(int32_t num_threads) { return new Engine(num_threads); }
 

@@ -9,6 +9,9 @@
 #include <cstring>
 #include <type_traits>
 
+#if defined(LEGATO_AMX)
+#define LEGATO_AVX512BF16  // and tiles of bfloat16 besides
+#endif
 #if defined(LEGATO_AVX512BF16)
 #define LEGATO_AVX512  // and products of bfloat16 besides
 #endif

@@ -12,6 +12,8 @@
 #include <thread>
 #include <vector>
 
+#include "amx.h"
+
 namespace legato {
 
 constexpr int64_t kSpinNs = 50'000;  // About what it takes to wake a thread on an idle virtual core.
@@ -47,9 +49,10 @@ class Team {
     open(epoch, 0);
     for (;;) {
       const uint64_t ticket = ticket_.load(std::memory_order_acquire);
-      if (stage_of(ticket) == kNoStage) return;
+      if (stage_of(ticket) == kNoStage) break;
       if (!take(ticket, 0)) wait_for_change(ticket);
     }
+    release_amx();
   }
 
  private:
@@ -106,6 +109,7 @@ class Team {
         relax();
       }
     } while (now_ns() < deadline_ns);
+    release_amx();
     num_asleep_.fetch_add(1);
     // The pulse is read before the last look at the ticket, so a change after the look also changes the pulse.
     const uint32_t pulse = pulse_.load();
