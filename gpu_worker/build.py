@@ -23,6 +23,7 @@ from gpu_worker.loading import LoadedModel, load_model, open_model
 from gpu_worker.memory import give_back_freed, take_pages_of
 from gpu_worker.models.config import ModelConfig
 from gpu_worker.models.families import unlike_llama
+from gpu_worker.processor import Processor
 from gpu_worker.runner import Runner
 from gpu_worker.slots import DEFAULT_BLOCK_SIZE, Limits
 from gpu_worker.threads import num_usable_cores
@@ -92,7 +93,7 @@ def build(config: WorkerConfig) -> Built:
         model,
         limits,
         dtype,
-        device="cpu",
+        device=cpu_name(kernels.instruction_set if backend.name == NativeAttention.name and kernels else "torch"),
         device_kind="cpu",
         bytes_per_weight=1 if config.weights == "int8" else dtype.itemsize,
         attention=backend.name,
@@ -222,6 +223,11 @@ def card_of(
         max_num_slots=limits.max_num_slots,
         max_chunk_tokens=limits.max_chunk_tokens,
     )
+
+
+def cpu_name(computed_by: str) -> str:
+    """Return what a CPU is to a fit of the cost model: its model, and what of it is used."""
+    return f"cpu {Processor.read().model}, {computed_by}, {torch.get_num_threads()} threads"
 
 
 def dummy_seed_of(config: WorkerConfig) -> int | None:

@@ -30,7 +30,7 @@ class WorkerCard(Message, frozen=True, kw_only=True):
 
     model: ModelCard
     shape: ModelShape
-    device: str  # "cpu", "cuda:0 NVIDIA H200"
+    device: str  # "cpu AMD EPYC 7B13, avx2, 4 threads", "cuda:0 NVIDIA H200"
     device_kind: str  # key of common.cost.devices.DEVICES: where predictions start from
     tensor_parallel: int = 1
     pipeline_parallel: int = 1  # stages; as many plans can be computed at a time

@@ -14,6 +14,8 @@ import tempfile
 from pathlib import Path
 from typing import Literal, get_args
 
+from gpu_worker.processor import Processor
+
 InstructionSet = Literal["amx", "avx512bf16", "avx512", "avx2", "portable"]
 INSTRUCTION_SETS: tuple[InstructionSet, ...] = get_args(InstructionSet)
 """Fastest first, on AMD's processors."""
@@ -53,9 +55,9 @@ class KernelsUnavailable(OSError):
 
 def usable_instruction_sets() -> tuple[InstructionSet, ...]:
     """Return what this machine can run, fastest first; portable is always there."""
-    vendor, features = _read_processor()
-    order = INSTRUCTION_SETS if vendor == "AuthenticAMD" else _ORDER_ELSEWHERE
-    return tuple(name for name in order if _NEEDED[name] <= features)
+    processor = Processor.read()
+    order = INSTRUCTION_SETS if processor.vendor == "AuthenticAMD" else _ORDER_ELSEWHERE
+    return tuple(name for name in order if _NEEDED[name] <= processor.features)
 
 
 def build(instruction_set: InstructionSet) -> Path:
@@ -119,22 +121,6 @@ def _compile(compiler: str, flags: tuple[str, ...], library: Path) -> None:
     if done.returncode != 0:
         first_error = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[-200:])
         raise KernelsUnavailable(f"{command[0]} failed: {first_error}")
-
-
-def _read_processor() -> tuple[str, frozenset[str]]:
-    """Return its vendor and features."""
-    fields: dict[str, str] = {}
-    if platform.machine() in ("x86_64", "AMD64"):
-        try:
-            with open("/proc/cpuinfo", encoding="ascii", errors="replace") as file:
-                for line in file:
-                    name, _, value = line.partition(":")
-                    fields.setdefault(name.strip(), value.strip())
-                    if name.strip() == "flags":
-                        break
-        except OSError:
-            pass  # Not Linux: the portable kernels run anywhere.
-    return fields.get("vendor_id", ""), frozenset(fields.get("flags", "").split())
 
 
 def _main(arguments: list[str]) -> int:

@@ -208,7 +208,9 @@ class Kernels:
     def rounds_inputs(self, weight_type: WeightType) -> bool:
         """Whether a product by such weights rounds its inputs to bfloat16; its sums are float32 all the same. So does
         attention, with queries and softmax weights, over a pool of that type."""
-        return self.instruction_set in ("amx", "avx512bf16") and weight_type is WeightType.BFLOAT16
+        if self.instruction_set == "amx":
+            return weight_type is not WeightType.FLOAT32
+        return self.instruction_set == "avx512bf16" and weight_type is WeightType.BFLOAT16
 
     def pack(self, weights: Tensor, weight_type: WeightType, epilogue: Epilogue = Epilogue.STORE) -> PackedMatrix:
         """Pack (outputs, inputs) weights of float32 or bfloat16.

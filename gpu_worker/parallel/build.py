@@ -16,7 +16,7 @@ from common.models import find_model
 from common.wire.names import leaves_loopback
 from gpu_worker.attention import choose_backend
 from gpu_worker.attention.base import AttentionBackend, AttentionSpec
-from gpu_worker.build import card_of, choose_dtype, name_of, num_kv_blocks
+from gpu_worker.build import card_of, choose_dtype, cpu_name, name_of, num_kv_blocks
 from gpu_worker.config import WorkerConfig
 from gpu_worker.kv_cache import KvCache
 from gpu_worker.loading import LoadedModel, load_model, open_model
@@ -134,7 +134,7 @@ class HostPart(Part):
                 self.layout, forward, kv_cache, model.eos_token_ids, limits.max_num_slots, config.rank_timeout_s
             ),
             limits=limits,
-            card=self.card_of(config, limits, device="cpu", device_kind="cpu"),
+            card=self.card_of(config, limits, device=cpu_name("torch"), device_kind="cpu"),
         )
 
 

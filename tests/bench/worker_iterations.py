@@ -64,7 +64,9 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--weights", choices=("dtype", "int8"), default="dtype")
-    parser.add_argument("--kernels", choices=("auto", "amx", "avx512bf16", "avx512", "avx2", "portable"), default="auto")
+    parser.add_argument(
+        "--kernels", choices=("auto", "amx", "avx512bf16", "avx512", "avx2", "portable"), default="auto"
+    )
     parser.add_argument("--threads", type=int, default=num_usable_cores())
     parser.add_argument("--torch", action="store_true", help="run each iteration on plain torch in float32, too")
     parser.add_argument("--only", default="", help="kinds whose name contains this")

@@ -17,7 +17,6 @@ from torch.nn import functional
 
 from gpu_worker.attention.base import BatchLayout
 from gpu_worker.attention.reference import ReferenceAttention, ReferenceBatch
-from gpu_worker.kernels import build as kernels_build
 from gpu_worker.kernels.build import InstructionSet, KernelsUnavailable, build, usable_instruction_sets
 from gpu_worker.kernels.library import Engine, Epilogue, Kernels, WeightType, find_kernels
 from gpu_worker.kernels.program import FlatRows, HeadShape, Program
@@ -26,6 +25,7 @@ from gpu_worker.models.config import ModelConfig
 from gpu_worker.models.decoder import LayerWeights, ModelWeights, rms_norm
 from gpu_worker.models.llama_native import NativeLlama
 from gpu_worker.models.rope import RopeConfig, rotate, rotation_table
+from gpu_worker.processor import Processor
 
 FLOAT32_TOLERANCE = 5e-6
 """Of numbers near 1, sums of some hundred products in another order."""
@@ -395,9 +395,12 @@ def tiny_weights(config: ModelConfig) -> ModelWeights:
 class InvariantWorld:
     """A tiny model that computes the logits of every position of some requests, in iterations as a test cuts them."""
 
-    def __init__(self, engine: Engine, dtype: torch.dtype, head_dim: int = 16) -> None:
+    def __init__(
+        self, engine: Engine, dtype: torch.dtype, head_dim: int = 16, weight_type: WeightType | None = None
+    ) -> None:
         self._engine = engine
         self._dtype = dtype
+        self._weight_type = weight_type or (WeightType.BFLOAT16 if dtype == torch.bfloat16 else WeightType.FLOAT32)
         self._config = tiny_config(head_dim)
         self._weights = tiny_weights(self._config)
         self.token_ids = torch.randint(0, self._config.vocab_size, (3, REQUEST_LEN))
@@ -421,7 +424,7 @@ class InvariantWorld:
             self._config,
             self._weights,
             cache,
-            weight_type=WeightType.BFLOAT16 if self._dtype == torch.bfloat16 else WeightType.FLOAT32,
+            weight_type=self._weight_type,
             max_model_len=self._config.max_model_len,
             max_tokens=3 * REQUEST_LEN,
             max_samples=3 * REQUEST_LEN,
@@ -464,11 +467,13 @@ def cut(length: int) -> st.SearchStrategy[list[int]]:
 
 # Tiles of AMX take heads of a multiple of 32; others are multiplied as without them.
 @pytest.mark.parametrize("head_dim", [16, 64])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "weight_type"), [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, WeightType.INT8)]
+)
 def test_logits_depend_on_neither_chunks_nor_neighbours_to_the_bit(
-    engine: Engine, dtype: torch.dtype, head_dim: int
+    engine: Engine, dtype: torch.dtype, weight_type: WeightType | None, head_dim: int
 ) -> None:
-    world = InvariantWorld(engine, dtype, head_dim)
+    world = InvariantWorld(engine, dtype, head_dim, weight_type)
     whole = world.logits([[REQUEST_LEN]] * 3)
     assert not whole.isnan().any()
 
@@ -562,7 +567,7 @@ def test_a_compiler_that_is_older_than_the_processor_makes_what_it_can(
 def test_of_two_that_a_processor_has_its_vendor_decides_which_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     features = frozenset({"fma", "avx2", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16"})
     for vendor, fastest in (("AuthenticAMD", "avx512bf16"), ("GenuineIntel", "avx512")):
-        monkeypatch.setattr(kernels_build, "_read_processor", lambda vendor=vendor: (vendor, features))
+        monkeypatch.setattr(Processor, "read", lambda vendor=vendor: Processor(vendor=vendor, features=features))
         usable = usable_instruction_sets()
         assert usable[0] == fastest
         assert set(usable) == {"avx512bf16", "avx512", "avx2", "portable"}
@@ -593,7 +598,7 @@ def test_a_system_that_grants_no_tiles_gets_the_next_kernels() -> None:
 
 
 def test_kernels_of_another_machine_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels_build, "_read_processor", lambda: ("", frozenset()))
+    monkeypatch.setattr(Processor, "read", Processor)
     with pytest.raises(KernelsUnavailable, match="kernels for avx512 cannot run here; this machine runs portable"):
         find_kernels("avx512")
 

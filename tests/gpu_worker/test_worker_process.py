@@ -28,6 +28,7 @@ from common.wire.link import Peer, PeerDown, PeerGone, PeerUp, Received
 from common.wire.session import Endpoint
 from common.wire.zmq_link import Sockets
 from common.wire.zmq_socket import LinkSettings
+from gpu_worker.kernels.build import usable_instruction_sets
 from tests.gpu_worker.hf import TINY_VOCAB_SIZE, hf_greedy, tiny_llama
 from tests.gpu_worker.world import prompt
 
@@ -162,12 +163,10 @@ def test_the_card_says_what_the_worker_holds(worker: Worker) -> None:
             _, card = await scheduler.connected()
             assert (card.model.name, card.model.vocab_size) == ("tiny", TINY_VOCAB_SIZE)
             assert (card.model.max_model_len, card.model.eos_token_ids) == (1024, (5, 7))
-            assert (card.device, card.dtype, card.attention, card.is_batch_invariant) == (
-                "cpu",
-                "float32",
-                "native",
-                True,
-            )
+            assert (card.dtype, card.attention, card.is_batch_invariant) == ("float32", "native", True)
+            # What a saved fit of the cost model is of: the processor, and what of it is used.
+            assert card.device.startswith("cpu ")
+            assert card.device.endswith(f", {usable_instruction_sets()[0]}, 1 threads")
             assert card.num_blocks * card.block_size == KV_TOKENS
             assert (card.max_num_slots, card.max_chunk_tokens) == (8, 64)
             sizes = [point.num_tokens for point in card.profile]

@@ -19,6 +19,7 @@ namespace legato {
 
 constexpr int kAmxRows = 16;
 constexpr int kAmxBytes = 64;  // of a row
+constexpr int kAmxDepth = kAmxBytes / 2;  // Inputs, dimensions or keys that one instruction sums over.
 constexpr int kMostAmxRows = 2 * kAmxRows;
 
 #if defined(LEGATO_AMX)

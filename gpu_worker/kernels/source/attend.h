@@ -1,6 +1,7 @@
 // A part of a tile's attention, by whatever multiplies its pool's elements.
 #pragma once
 
+#include "amx.h"
 #include "attention.h"
 #include "attention_amx.h"
 #include "attention_pairs.h"
@@ -10,9 +11,9 @@ namespace legato {
 // Whether queries for this pool are laid out in bfloat16.
 inline bool is_by_pairs(const KvPool& pool) { return kHasPairs && pool.is_bfloat16; }
 
-// Whether attention over it goes by tiles, which sum over 32 dimensions at a time.
+// Whether attention over it goes by tiles.
 inline bool is_by_amx(const KvPool& pool, const AttentionShape& shape) {
-  return kHasAmx && pool.is_bfloat16 && shape.head_dim % 32 == 0 && lies_in_tiles(pool);
+  return kHasAmx && pool.is_bfloat16 && shape.head_dim % kAmxDepth == 0 && lies_in_tiles(pool);
 }
 
 inline void lay_out_queries_for(const KvPool& pool, const AttentionShape& shape, const Tile& tile, const float* queries,

@@ -13,8 +13,6 @@
 
 namespace legato {
 
-constexpr int kAmxDepth = kAmxBytes / 2;  // Dimensions, or keys, that one instruction sums over.
-
 inline bool is_few(int rows) { return rows <= kAttentionRows; }
 
 // While it lives, denormal numbers are 0 to this thread's vectors, too.

@@ -49,9 +49,9 @@ struct Int8Weights {
   static Vector second(const char* pair, int v) { return load_int8((const int8_t*)pair + kPanel + v * kLanes); }
 };
 
-// Whether rows for weights of this type are laid out in bfloat16; whether they are multiplied by tiles.
-inline bool is_by_pairs(int32_t type) { return kHasPairs && type == kBfloat16; }
-inline bool is_by_amx(int32_t type) { return kHasAmx && type == kBfloat16; }
+// Whether weights of this type are multiplied by tiles; whether rows for them are laid out in bfloat16.
+inline bool is_by_amx(int32_t type) { return kHasAmx && type != kFloat32; }
+inline bool is_by_pairs(int32_t type) { return is_by_amx(type) || (kHasPairs && type == kBfloat16); }
 
 // Rows that one pass over a panel serves at most.
 constexpr int kMostRows = kHasAmx ? kMostAmxRows : kLinearRows;
@@ -127,58 +127,6 @@ void multiply_panels_by_pairs(const char* panel, int64_t panel_stride, const flo
   unroll<Rows>([&](auto row) { unroll<kWide>([&](auto v) { sums[v / kVectors][row][v % kVectors] = local[row][v]; }); });
 }
 
-#if defined(LEGATO_AMX)
-// The same by tiles, for any number of rows up to kMostAmxRows.
-template <int Panels, bool HasSecond>
-void multiply_panels_by_amx(const char* panel, int64_t panel_stride, const float* laid_out, int num_rows, int slabs,
-                            PanelSums* sums) {
-  constexpr int kHalf = kAmxBytes, kWords = kPanel * 4, kSlabBytes = kSlab / 2 * kWords;
-  const char* rows = (const char*)laid_out;
-  const char* other = panel + panel_stride;  // of two panels
-  shape_amx(num_rows);
-  settle_memory();
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
-  for (int slab = 0; slab < slabs; ++slab) {
-    for (int line = 0; line < kSlabBytes; line += 64) {
-      __builtin_prefetch(panel + kPrefetchBytes + line, 0, 3);
-      if constexpr (Panels == 2) __builtin_prefetch(other + kPrefetchBytes + line, 0, 3);
-    }
-    _tile_loadd(4, rows, kAmxBytes);
-    _tile_loadd(6, panel, kWords);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(7, panel + kHalf, kWords);
-    _tile_dpbf16ps(1, 4, 7);
-    if constexpr (Panels == 2) {
-      _tile_loadd(6, other, kWords);
-      _tile_dpbf16ps(2, 4, 6);
-      _tile_loadd(7, other + kHalf, kWords);
-      _tile_dpbf16ps(3, 4, 7);
-      other += kSlabBytes;
-    } else if constexpr (HasSecond) {
-      _tile_loadd(5, rows + kAmxRows * kAmxBytes, kAmxBytes);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
-    }
-    panel += kSlabBytes;
-    rows += num_rows * kAmxBytes;
-  }
-  constexpr int kStride = sizeof(sums[0][0]);
-  _tile_stored(0, &sums[0][0][0], kStride);
-  _tile_stored(1, &sums[0][0][1], kStride);
-  if constexpr (Panels == 2) {
-    _tile_stored(2, &sums[1][0][0], kStride);
-    _tile_stored(3, &sums[1][0][1], kStride);
-  } else if constexpr (HasSecond) {
-    _tile_stored(2, &sums[0][kAmxRows][0], kStride);
-    _tile_stored(3, &sums[0][kAmxRows][1], kStride);
-  }
-  settle_memory();
-}
-#endif
-
 using MultiplyPanels = void (*)(const char*, int64_t, const float*, int, PanelSums*);
 
 // The function for num_rows rows, and for one panel at a time or as many as panels_at_once says.
@@ -200,20 +148,6 @@ inline MultiplyPanels panel_multiplier(int32_t type, int num_rows, bool is_singl
     case kBfloat16: return panel_multiplier<Bfloat16Weights>(num_rows, is_single);
     default: return panel_multiplier<Int8Weights>(num_rows, is_single);
   }
-}
-
-// sums of up to panels_at_once panels for num_rows rows.
-inline void multiply(int32_t type, int num_rows, bool is_single, const char* panel, int64_t panel_stride, const float* rows,
-                     int slabs, PanelSums* sums) {
-#if defined(LEGATO_AMX)
-  if (is_by_amx(type)) {
-    const auto multiplier = !is_single             ? multiply_panels_by_amx<2, false>
-                            : num_rows <= kAmxRows ? multiply_panels_by_amx<1, false>
-                                                   : multiply_panels_by_amx<1, true>;
-    return multiplier(panel, panel_stride, rows, num_rows, slabs, sums);
-  }
-#endif
-  panel_multiplier(type, num_rows, is_single)(panel, panel_stride, rows, slabs, sums);
 }
 
 // Rows in blocks of nearly equal size: 16 rows are 8 and 8, not 14 and 2, which would read the weights for so little.

@@ -7,6 +7,7 @@
 
 #include "attend.h"
 #include "linear.h"
+#include "multiply.h"
 #include "rows.h"
 #include "simd.h"
 #include "team.h"

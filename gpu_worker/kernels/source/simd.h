@@ -1,5 +1,6 @@
 // Vectors of floats. One library is built for each instruction set (see ../build.py), so this is the only file that
-// knows which one it is: LEGATO_AVX512, LEGATO_AVX2, or neither, which any compiler can turn into what its machine has.
+// knows which one it is: LEGATO_AVX512, LEGATO_AVX2, or neither, which any compiler can turn into what its machine has. Of
+// tiles, amx.h knows.
 //
 // Products are added by fma() alone, and the compiler may not fuse others (-ffp-contract=off): where it may, one
 // expression inlined at two places can round in two ways, and a result would depend on the path that led to it.
