@@ -161,6 +161,9 @@ class Check:
     def graphs(self, deadline: Deadline, detail: dict[str, Any]) -> None:
         """Capture, no hidden waits, and the engine again: out of graphs."""
         bench = self._ready()
+        # What earlier stages have freed and this process still holds goes back with the first capture at the latest.
+        self._device.synchronize()
+        self._device.reset_peak()
         before, _ = self._device.free_bytes()
         seconds = bench.runner.warm_up()
         after, _ = self._device.free_bytes()

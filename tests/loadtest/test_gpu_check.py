@@ -1,15 +1,20 @@
 """`legato gpu-check` on the CPU: the same script, tiny."""
 
+import argparse
 import io
 import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
+from gpu_worker.cuda.device import HostDevice, HostGraph
+from loadtest.gpu_check.check import Check
 from loadtest.gpu_check.needs import advice, missing
 from loadtest.gpu_check.stages import Deadline, Failed, Report, Skipped, run_stage
 
@@ -77,6 +82,31 @@ def test_the_stall_test_runs_the_schedulers_own_core_under_each_policy(lines: li
         assert stall[name]["max_gap_ms"] >= stall[name]["p99_gap_ms"] > 0
         assert stall[name]["num_gaps"] > 0
         assert stall[name]["prompt_ttft_ms"] > 0
+
+
+class HoardingDevice(HostDevice):
+    """Holds what was freed until a capture or an explicit word gives it back, as torch's allocator on CUDA does."""
+
+    num_held = 1 << 29
+
+    def free_bytes(self) -> tuple[int, int]:
+        free, total = super().free_bytes()
+        return free - self.num_held, total
+
+    def reset_peak(self) -> None:
+        self.num_held = 0
+
+    def capture(self, run: Callable[[], Tensor], buffers: Callable[[], Sequence[Tensor]]) -> HostGraph:
+        self.num_held = 0
+        return super().capture(run, buffers)
+
+
+def test_what_other_stages_have_freed_is_not_counted_as_what_graphs_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loadtest.gpu_check.check.open_device", lambda kind: HoardingDevice())
+    detail: dict[str, Any] = {}
+    options = argparse.Namespace(device="cpu", tiny=True, attention_backend="auto")
+    Check(options).graphs(Deadline(60.0), detail)
+    assert detail["mib"] == 0
 
 
 def test_what_is_missing_is_named_with_the_wheels_to_bring() -> None:
