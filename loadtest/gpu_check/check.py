@@ -81,7 +81,7 @@ def run_check(options: argparse.Namespace, budget_end: float) -> int:
         ("host", 20, check.host),
         ("fit", 10, check.fit),
         # Last: a collective that hangs takes the process with it.
-        ("ranks", 30, check.ranks),
+        ("ranks", 60, check.ranks),
     ]
     wanted = {name.strip() for name in options.stages.split(",") if name.strip()}
     if unknown := wanted - {name for name, _, _ in stages}:
@@ -263,6 +263,9 @@ class Check:
             name = f"tp {tp}, pp {pp}"
             if tp * pp > most:
                 detail[name] = f"skipped: there are {most} devices"
+                continue
+            if deadline.is_over():
+                detail[name] = "no time left"
                 continue
             try:
                 detail[name] = found = check_ranks(self._options.device, tp, pp)

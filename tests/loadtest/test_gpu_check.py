@@ -109,6 +109,17 @@ def test_what_other_stages_have_freed_is_not_counted_as_what_graphs_take(monkeyp
     assert detail["mib"] == 0
 
 
+def test_ranks_are_not_tried_beyond_the_stages_time() -> None:
+    detail: dict[str, Any] = {}
+    Check(argparse.Namespace(device="cpu", tiny=True)).ranks(Deadline(0.0), detail)
+    assert detail == {
+        "collectives": "ok",
+        "tp 2, pp 1": "no time left",
+        "tp 1, pp 2": "no time left",
+        "tp 2, pp 2": "skipped: there are 2 devices",
+    }
+
+
 def test_what_is_missing_is_named_with_the_wheels_to_bring() -> None:
     assert missing("cpu") == []
     text = advice(["msgspec", "structlog"])
