@@ -69,7 +69,8 @@ def run_check(options: argparse.Namespace, budget_end: float) -> int:
     report = Report(sys.stdout)
     check = Check(options)
     stages: list[tuple[str, float, Stage]] = [
-        ("probe", 20, check.probe),
+        # Longer than it computes: the first one reads gigabytes of libraries from what may be a cold disk.
+        ("probe", 60, check.probe),
         ("kernels", 60, check.kernels),
         ("engine", 60, check.engine),
         ("graphs", 40, check.graphs),
