@@ -3,8 +3,8 @@
 import argparse
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import structlog
@@ -66,7 +66,6 @@ Stage = Callable[[Deadline, dict[str, Any]], None]
 def run_check(options: argparse.Namespace, budget_end: float) -> int:
     """Run the stages that options name, and print their lines; return the exit status."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))  # Lines of JSON, and errors, alone.
-    report = Report(sys.stdout)
     check = Check(options)
     stages: list[tuple[str, float, Stage]] = [
         # Longer than it computes: the first one reads gigabytes of libraries from what may be a cold disk.
@@ -88,15 +87,16 @@ def run_check(options: argparse.Namespace, budget_end: float) -> int:
     if unknown := wanted - {name for name, _, _ in stages}:
         print(f"legato gpu-check: no stage {', '.join(sorted(unknown))}", file=sys.stderr)
         return 2
-    for name, seconds, run in stages:
-        if not wanted or name in wanted:
-            run_stage(report, name, seconds, run, budget_end)
-    counts = {
-        status: sum(line["status"] == status for line in report.lines) for status in ("passed", "failed", "skipped")
-    }
-    report.add({"stage": "all", "status": "failed" if report.has_failed else "passed", **counts})
-    if options.output is not None:
-        _write(options.output, report)
+    # Line by line: a stage that hangs ends the process.
+    with nullcontext() if options.output is None else options.output.open("w", encoding="utf-8") as copy:
+        report = Report(sys.stdout, copy)
+        for name, seconds, run in stages:
+            if not wanted or name in wanted:
+                run_stage(report, name, seconds, run, budget_end)
+        counts = {
+            status: sum(line["status"] == status for line in report.lines) for status in ("passed", "failed", "skipped")
+        }
+        report.add({"stage": "all", "status": "failed" if report.has_failed else "passed", **counts})
     return int(report.has_failed)
 
 
@@ -309,10 +309,3 @@ def _version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
-
-
-def _write(path: Path, report: Report) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        copy = Report(file)
-        for line in report.lines:
-            copy.add(line)

@@ -177,11 +177,14 @@ def test_a_stage_reports_whatever_becomes_of_it() -> None:
     assert report_of(breaks, left=-1.0)["status"] == "skipped"
 
 
-def test_a_stage_that_hangs_ends_the_process_with_its_line() -> None:
+def test_a_stage_that_hangs_ends_the_process_with_its_line_in_the_file_too(tmp_path: Path) -> None:
     script = (
         "import sys, threading; from loadtest.gpu_check import stages; stages.GRACE_S = 0.1; "
-        "stages.run_stage(stages.Report(sys.stdout), 'hangs', 0.1, lambda d, r: threading.Event().wait(60), 1e18)"
+        "report = stages.Report(sys.stdout, open(sys.argv[1], 'w')); "
+        "stages.run_stage(report, 'hangs', 0.1, lambda d, r: threading.Event().wait(60), 1e18)"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    command = [sys.executable, "-c", script, str(tmp_path / "lines")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 3
     assert json.loads(done.stdout)["status"] == "hung"
+    assert (tmp_path / "lines").read_text() == done.stdout
