@@ -18,7 +18,9 @@ def smoke_test(backend: AttentionBackend[Any], spec: AttentionSpec) -> str | Non
     seconds that the kernels need to compile."""
     try:
         error = relative_error(backend, spec)
-    except (RuntimeError, ValueError, TypeError) as failure:  # Of the driver, or of another signature than ours.
+    except Exception as failure:
+        # Whatever it is: the driver's, another signature than ours, or of Triton, whose errors (more shared memory than
+        # there is, a compiler that fails) have no base in common with those.
         return f"its first batch failed: {str(failure).splitlines()[0] if str(failure) else type(failure).__name__}"
     if not error < MAX_ERROR:  # NaN is not below anything.
         return f"its first batch was off by {error:.1%} of the reference"

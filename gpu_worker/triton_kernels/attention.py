@@ -41,7 +41,7 @@ def attend_chunks(
     _, num_heads, head_dim = queries.shape
     num_kv_heads = keys.shape[2]
     group = num_heads // num_kv_heads
-    tiles = tiles or chunk_tiles(queries.dtype)
+    tiles = tiles or chunk_tiles(queries.dtype, head_dim)
     num_rows = kv_lens.shape[0] - first_row
     # A bound that needs no look at the device: the rows before first_row have one query each.
     num_tiles = (queries.shape[0] - first_row) // tiles.queries(group) + num_rows

@@ -39,12 +39,18 @@ class ProductTiles:
     num_stages: int
 
 
-def chunk_tiles(dtype: torch.dtype) -> Tiles:
+def chunk_tiles(dtype: torch.dtype, head_dim: int) -> Tiles:
     """Return the tiles of ragged chunks."""
     if dtype == torch.float32:  # Twice the bytes, and no tensor cores: for tests on a device.
         return Tiles(rows=32, keys=32, num_warps=4, num_stages=2)
-    # With 4 warps a tile of this size spills: at heads of 64 on sm_80, at heads of 128 everywhere.
-    return Tiles(rows=128, keys=64, num_warps=8, num_stages=3)
+    if head_dim > 128:
+        # Larger ones spill on sm_80 and sm_90, and need more than the 99 KiB that there are on sm_86 and sm_89.
+        return Tiles(rows=64, keys=32, num_warps=8, num_stages=3)
+    # With 4 warps a tile of this size spills: at heads of 64 on sm_80, at heads of 128 everywhere. A program has a
+    # multiprocessor to itself, so it must load its next keys itself while it multiplies. Triton shares the stages out
+    # between a step's two loads, one of which waits for the other's block number: three leave keys that are asked for
+    # as late as the step before has ended, five let them come a step ahead. 97 KiB on sm_8x, 129 on sm_90.
+    return Tiles(rows=128, keys=64, num_warps=8, num_stages=5)
 
 
 def decode_tiles(dtype: torch.dtype, group: int) -> Tiles:
@@ -52,6 +58,7 @@ def decode_tiles(dtype: torch.dtype, group: int) -> Tiles:
     rows = max(16, padded_group(group))
     if dtype == torch.float32:
         return Tiles(rows=rows, keys=32, num_warps=4, num_stages=2)
+    # Four programs on a multiprocessor load and multiply in turn; with more stages there is room for three.
     return Tiles(rows=rows, keys=64, num_warps=4, num_stages=3)
 
 

@@ -3,8 +3,8 @@
 import argparse
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import structlog
@@ -66,10 +66,10 @@ Stage = Callable[[Deadline, dict[str, Any]], None]
 def run_check(options: argparse.Namespace, budget_end: float) -> int:
     """Run the stages that options name, and print their lines; return the exit status."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))  # Lines of JSON, and errors, alone.
-    report = Report(sys.stdout)
     check = Check(options)
     stages: list[tuple[str, float, Stage]] = [
-        ("probe", 20, check.probe),
+        # Longer than it computes: the first one reads gigabytes of libraries from what may be a cold disk.
+        ("probe", 60, check.probe),
         ("kernels", 60, check.kernels),
         ("engine", 60, check.engine),
         ("graphs", 40, check.graphs),
@@ -81,21 +81,22 @@ def run_check(options: argparse.Namespace, budget_end: float) -> int:
         ("host", 20, check.host),
         ("fit", 10, check.fit),
         # Last: a collective that hangs takes the process with it.
-        ("ranks", 30, check.ranks),
+        ("ranks", 60, check.ranks),
     ]
     wanted = {name.strip() for name in options.stages.split(",") if name.strip()}
     if unknown := wanted - {name for name, _, _ in stages}:
         print(f"legato gpu-check: no stage {', '.join(sorted(unknown))}", file=sys.stderr)
         return 2
-    for name, seconds, run in stages:
-        if not wanted or name in wanted:
-            run_stage(report, name, seconds, run, budget_end)
-    counts = {
-        status: sum(line["status"] == status for line in report.lines) for status in ("passed", "failed", "skipped")
-    }
-    report.add({"stage": "all", "status": "failed" if report.has_failed else "passed", **counts})
-    if options.output is not None:
-        _write(options.output, report)
+    # Line by line: a stage that hangs ends the process.
+    with nullcontext() if options.output is None else options.output.open("w", encoding="utf-8") as copy:
+        report = Report(sys.stdout, copy)
+        for name, seconds, run in stages:
+            if not wanted or name in wanted:
+                run_stage(report, name, seconds, run, budget_end)
+        counts = {
+            status: sum(line["status"] == status for line in report.lines) for status in ("passed", "failed", "skipped")
+        }
+        report.add({"stage": "all", "status": "failed" if report.has_failed else "passed", **counts})
     return int(report.has_failed)
 
 
@@ -161,6 +162,9 @@ class Check:
     def graphs(self, deadline: Deadline, detail: dict[str, Any]) -> None:
         """Capture, no hidden waits, and the engine again: out of graphs."""
         bench = self._ready()
+        # What earlier stages have freed and this process still holds goes back with the first capture at the latest.
+        self._device.synchronize()
+        self._device.reset_peak()
         before, _ = self._device.free_bytes()
         seconds = bench.runner.warm_up()
         after, _ = self._device.free_bytes()
@@ -261,6 +265,9 @@ class Check:
             if tp * pp > most:
                 detail[name] = f"skipped: there are {most} devices"
                 continue
+            if deadline.is_over():
+                detail[name] = "no time left"
+                continue
             try:
                 detail[name] = found = check_ranks(self._options.device, tp, pp)
             except RankFailed as failed:
@@ -302,10 +309,3 @@ def _version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
-
-
-def _write(path: Path, report: Report) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        copy = Report(file)
-        for line in report.lines:
-            copy.add(line)

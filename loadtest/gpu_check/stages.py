@@ -38,11 +38,14 @@ class Report:
     """What a check has found so far; prints as it goes."""
 
     output: TextIO
+    copy: TextIO | None = None
     lines: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, line: dict[str, Any]) -> None:
         self.lines.append(line)
-        print(json.dumps(line), file=self.output, flush=True)
+        for output in (self.output, self.copy):
+            if output is not None:
+                print(json.dumps(line), file=output, flush=True)
 
     @property
     def has_failed(self) -> bool:

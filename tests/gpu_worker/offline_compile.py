@@ -57,6 +57,8 @@ def main() -> None:
             report(capability, "attend_tiles", *tiles_variant(group, head_dim, window=0))
             report(capability, "attend_splits", *splits_variant(group, head_dim, num_splits=8))
         report(capability, "attend_tiles", *tiles_variant(4, 128, window=4096))
+        report(capability, "attend_tiles", *tiles_variant(2, 256, window=512))
+        report(capability, "attend_splits", *splits_variant(2, 256, num_splits=8))
         report(capability, "attend_splits", *splits_variant(4, 128, num_splits=1))
         report(capability, "merge_splits", {"HEAD_DIM": 128, "NUM_SPLITS": 16}, {"num_warps": 4})
         report(capability, "rotate_and_store", {"HEAD_DIM": 128, "TILE_HEADS": 8}, {"num_warps": 2})
@@ -72,7 +74,7 @@ def main() -> None:
 
 
 def tiles_variant(group: int, head_dim: int, window: int) -> tuple[dict[str, Any], dict[str, int]]:
-    tiles = chunk_tiles(torch.bfloat16)
+    tiles = chunk_tiles(torch.bfloat16, head_dim)
     constants = {
         "BLOCK_SIZE": 16,
         "HEAD_DIM": head_dim,
@@ -150,6 +152,7 @@ def report(capability: int, name: str, constants: dict[str, Any], options: dict[
         "local_bytes": usage["LOCAL"],
         "has_wgmma": "wgmma" in compiled.asm["ptx"],
         "has_mma": "mma.sync" in compiled.asm["ptx"],
+        "num_copies_ahead": max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", compiled.asm["ptx"])), default=0),
     }
     print(json.dumps(line), flush=True)
 

@@ -19,8 +19,9 @@ from torch import Tensor
 from gpu_worker.attention import choose_backend, cuda_backends, fitted
 from gpu_worker.attention.base import AttentionBackend, AttentionSpec, BatchLayout, bind
 from gpu_worker.attention.flash import Flash2Attention, Flash3Attention
-from gpu_worker.attention.paged import TorchPagedAttention
+from gpu_worker.attention.paged import PagedBatch, TorchPagedAttention
 from gpu_worker.attention.reference import ReferenceAttention
+from gpu_worker.attention.smoke import smoke_test
 from gpu_worker.attention.triton import TritonAttention
 from gpu_worker.errors import BackendUnavailable
 
@@ -215,6 +216,23 @@ def test_a_choice_by_name_names_each_back_end_that_was_meant_and_falls_back_to_n
         BackendUnavailable, match=r"no attention back end 'cpu' for cuda; known: fa3, fa2, triton, torch"
     ):
         choose_backend("cpu", SPEC)
+
+
+class OutOfResources(Exception):
+    """Of Triton, whose errors are neither RuntimeErrors nor ValueErrors."""
+
+
+def test_a_kernel_that_does_not_fit_the_gpu_is_a_reason_not_to_serve() -> None:
+    class Unfit(TorchPagedAttention):
+        def attend(self, queries: Tensor, keys: Tensor, values: Tensor, prepared: PagedBatch) -> Tensor:
+            raise OutOfResources("out of resource: shared memory, Required: 147968, Hardware limit: 101376.\nReduce")
+
+    spec = replace(SPEC, device="cpu", dtype=torch.float32)
+    problem = smoke_test(Unfit(), spec)
+    assert problem == (
+        "its first batch failed: out of resource: shared memory, Required: 147968, Hardware limit: 101376."
+    )
+    assert smoke_test(TorchPagedAttention(), spec) is None
 
 
 def test_pages_are_as_large_as_each_back_end_wants_unless_a_size_was_asked_for() -> None:

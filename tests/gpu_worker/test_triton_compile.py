@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("triton")
 
 TIMEOUT_S = 280
-MOST_SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
-"""That one program may have on such a device."""
+MOST_SHARED_BYTES = {80: 99 << 10, 90: 227 << 10}
+"""That one program may have on such a device; on sm_86 and sm_89, which run the code of sm_80, less than there."""
 
 
 @pytest.fixture(scope="module")
@@ -58,3 +58,11 @@ def test_products_are_on_tensor_cores_and_those_of_tall_tiles_on_hoppers_own(var
     for variant in products:
         is_tall_on_hopper = variant["kernel"] != "attend_splits" and variant["capability"] == 90
         assert variant["has_wgmma" if is_tall_on_hopper else "has_mma"], variant
+
+
+def test_programs_that_have_a_multiprocessor_to_themselves_load_keys_while_they_multiply(
+    variants: list[dict[str, Any]],
+) -> None:
+    chunks = [variant for variant in variants if variant["kernel"] == "attend_tiles"]
+    for variant in chunks:
+        assert (variant["num_copies_ahead"] > 0) == (variant["variant"]["HEAD_DIM"] <= 128), variant

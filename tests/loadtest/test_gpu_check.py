@@ -1,15 +1,20 @@
 """`legato gpu-check` on the CPU: the same script, tiny."""
 
+import argparse
 import io
 import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
+from gpu_worker.cuda.device import HostDevice, HostGraph
+from loadtest.gpu_check.check import Check
 from loadtest.gpu_check.needs import advice, missing
 from loadtest.gpu_check.stages import Deadline, Failed, Report, Skipped, run_stage
 
@@ -79,6 +84,42 @@ def test_the_stall_test_runs_the_schedulers_own_core_under_each_policy(lines: li
         assert stall[name]["prompt_ttft_ms"] > 0
 
 
+class HoardingDevice(HostDevice):
+    """Holds what was freed until a capture or an explicit word gives it back, as torch's allocator on CUDA does."""
+
+    num_held = 1 << 29
+
+    def free_bytes(self) -> tuple[int, int]:
+        free, total = super().free_bytes()
+        return free - self.num_held, total
+
+    def reset_peak(self) -> None:
+        self.num_held = 0
+
+    def capture(self, run: Callable[[], Tensor], buffers: Callable[[], Sequence[Tensor]]) -> HostGraph:
+        self.num_held = 0
+        return super().capture(run, buffers)
+
+
+def test_what_other_stages_have_freed_is_not_counted_as_what_graphs_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loadtest.gpu_check.check.open_device", lambda kind: HoardingDevice())
+    detail: dict[str, Any] = {}
+    options = argparse.Namespace(device="cpu", tiny=True, attention_backend="auto")
+    Check(options).graphs(Deadline(60.0), detail)
+    assert detail["mib"] == 0
+
+
+def test_ranks_are_not_tried_beyond_the_stages_time() -> None:
+    detail: dict[str, Any] = {}
+    Check(argparse.Namespace(device="cpu", tiny=True)).ranks(Deadline(0.0), detail)
+    assert detail == {
+        "collectives": "ok",
+        "tp 2, pp 1": "no time left",
+        "tp 1, pp 2": "no time left",
+        "tp 2, pp 2": "skipped: there are 2 devices",
+    }
+
+
 def test_what_is_missing_is_named_with_the_wheels_to_bring() -> None:
     assert missing("cpu") == []
     text = advice(["msgspec", "structlog"])
@@ -136,11 +177,14 @@ def test_a_stage_reports_whatever_becomes_of_it() -> None:
     assert report_of(breaks, left=-1.0)["status"] == "skipped"
 
 
-def test_a_stage_that_hangs_ends_the_process_with_its_line() -> None:
+def test_a_stage_that_hangs_ends_the_process_with_its_line_in_the_file_too(tmp_path: Path) -> None:
     script = (
         "import sys, threading; from loadtest.gpu_check import stages; stages.GRACE_S = 0.1; "
-        "stages.run_stage(stages.Report(sys.stdout), 'hangs', 0.1, lambda d, r: threading.Event().wait(60), 1e18)"
+        "report = stages.Report(sys.stdout, open(sys.argv[1], 'w')); "
+        "stages.run_stage(report, 'hangs', 0.1, lambda d, r: threading.Event().wait(60), 1e18)"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    command = [sys.executable, "-c", script, str(tmp_path / "lines")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 3
     assert json.loads(done.stdout)["status"] == "hung"
+    assert (tmp_path / "lines").read_text() == done.stdout
