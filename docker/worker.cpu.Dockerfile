@@ -27,6 +27,7 @@ FROM ${PYTHON_IMAGE} AS kernels
 RUN apt-get update -qq && apt-get install --yes -qq --no-install-recommends g++ >/dev/null && rm -rf /var/lib/apt/lists/*
 WORKDIR /build
 COPY gpu_worker/__init__.py gpu_worker/
+COPY gpu_worker/processor.py gpu_worker/
 COPY gpu_worker/kernels gpu_worker/kernels/
 ENV XDG_CACHE_HOME=/opt/legato/cache
 RUN mkdir -p $XDG_CACHE_HOME && python -m gpu_worker.kernels.build --all

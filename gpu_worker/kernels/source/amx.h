@@ -32,6 +32,10 @@ inline int permit_amx() {
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0 ? 0 : errno;
 }
 
+// The intrinsics do not tell the compiler what memory they read and write. To come between them and what it writes and reads;
+// known is a place that no other code has been told of.
+inline void settle_memory(const void* known = nullptr) { asm volatile("" ::"r"(known) : "memory"); }
+
 // How a thread has its tiles at the moment: for how many rows. Tiles 0 to 3 are sums: 0 and 1 of the first 16 rows; 2 and 3
 // of the rows beyond, or, where there are none, of the first 16 again, by other weights. 4 and 5 are those rows, 6 and 7
 // weights.
@@ -51,19 +55,18 @@ inline void shape_amx(int num_rows) {
     shape.row_bytes[tile] = kAmxBytes;
     shape.rows[tile] = (uint8_t)rows[tile];
   }
+  settle_memory(&shape);
   _tile_loadconfig(&shape);
   amx_rows = num_rows;
 }
 
-// Give the tiles back, so that the system need not save them when it switches threads, and the core may sleep.
+// Give the tiles back: the system need not save them when it switches threads, the core may sleep, and whoever else uses
+// tiles on this thread (torch does) may shape them as they like.
 inline void release_amx() {
   if (amx_rows == 0) return;
   _tile_release();
   amx_rows = 0;
 }
-
-// The intrinsics do not tell the compiler what memory they read and write.
-inline void settle_memory() { asm volatile("" ::: "memory"); }
 
 #else
 
