@@ -37,6 +37,11 @@ class BlockPool:
         """Blocks that nobody holds, reserved ones included."""
         return len(self._free) + len(self._remembered)
 
+    @property
+    def num_available(self) -> int:
+        """Free blocks that are not reserved."""
+        return self.num_free - self.num_reserved
+
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold num_tokens tokens."""
         return -(-num_tokens // self.block_size)
@@ -90,6 +95,10 @@ class BlockPool:
                     self._free.append(block)
                 else:
                     self._remembered[block] = None
+
+    def num_held_alone(self, blocks: Sequence[BlockId]) -> int:
+        """Of a holder's blocks, those that will be free once it gives them back."""
+        return sum([self._num_holders[block] == 1 for block in blocks])
 
     def free_blocks(self) -> tuple[BlockId, ...]:
         """The free blocks, next to be taken first; for checks."""

@@ -151,6 +151,32 @@ def test_when_blocks_run_out_the_newest_request_is_preempted_and_recomputed(dept
     world.check_drained()
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_no_more_requests_give_way_than_blocks_are_needed(depth: int) -> None:
+    world = World(depth=depth, num_blocks=16, token_budget=64, overcommit=10.0, has_prefix_cache=False)
+    for name, prompt_len in (("a", 12), ("b", 11), ("c", 10), ("d", 9)):  # Each needs a block when no other does.
+        world.arrive(name, prompt_len=prompt_len, max_tokens=20)
+    while not (preempted := [effect for effect in world.effects if isinstance(effect, RequestPreempted)]):
+        world.finish_iteration()
+
+    assert [effect.request_id for effect in preempted] == ["d"]
+    all_stream = next(number for number, plan in enumerate(world.iterations) if len(plan.decodes) == 4)
+    assert all(len(plan.decodes) >= 3 for plan in world.iterations[all_stream:])
+
+
+def test_nobody_gives_way_to_one_that_came_later() -> None:
+    world = World(num_blocks=16, token_budget=64, overcommit=10.0, has_prefix_cache=False)
+    for name, prompt_len in (("a", 9), ("b", 10), ("c", 11), ("d", 12)):  # The last one needs a block first.
+        world.arrive(name, prompt_len=prompt_len, max_tokens=20)
+    world.drain()
+
+    preempted = [effect for effect in world.effects if isinstance(effect, RequestPreempted)]
+    assert preempted
+    assert all(effect.request_id > effect.for_request_id for effect in preempted)
+    for name, prompt_len in (("a", 9), ("b", 10), ("c", 11), ("d", 12)):
+        assert world.output[name] == world.expected_output(name, prompt_len, 20)
+
+
 def test_a_request_that_fills_the_whole_pool_runs() -> None:
     world = World(num_blocks=4)  # 16 tokens
     world.arrive("full", prompt_len=10, max_tokens=7)  # its last token needs no KV

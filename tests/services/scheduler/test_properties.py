@@ -66,6 +66,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.max_preemptions = max_preemptions
         self.prompts: dict[str, int] = {}
         self.most: dict[str, int] = {}
+        self.ranks: dict[str, tuple[int, int]] = {}
         self.cancelled: set[str] = set()
         self.num_checked = 0
         self.watch()
@@ -88,6 +89,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         name = f"request-{len(self.prompts)}"
         stops = () if stop_at is None else (token_at(name, prompt_len + stop_at),)
         self.prompts[name], self.most[name] = prompt_len, max_tokens
+        self.ranks[name] = (priority, len(self.ranks))
         sampling = Sampling(temperature=0, stop_token_ids=stops)
         self.world.arrive(
             name,
@@ -150,8 +152,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         world = self.world
         world.drain(DRAINED)
         world.check_drained()
-        preemptions = Counter(effect.request_id for effect in world.effects if isinstance(effect, RequestPreempted))
-        assert max(preemptions.values(), default=0) <= self.max_preemptions
+        preempted = [effect for effect in world.effects if isinstance(effect, RequestPreempted)]
+        assert max(Counter(effect.request_id for effect in preempted).values(), default=0) <= self.max_preemptions
+        for effect in preempted:
+            assert self.ranks[effect.request_id] > self.ranks[effect.for_request_id], "nobody gives way to a later one"
         for name, prompt_len in self.prompts.items():
             if name in world.stopped:
                 continue
