@@ -86,7 +86,7 @@ class SchedulerCore:
 
     @property
     def num_gaps(self) -> int:
-        """Gaps between tokens that workers have measured so far; of those that are gone, too."""
+        """Gaps between two tokens of one stream so far, at the workers; between two workers, here."""
         return self._num_gaps_gone + sum(worker.num_gaps for worker in self._workers.values())
 
     @property
@@ -379,8 +379,8 @@ class SchedulerCore:
             return
         worker.in_flight.popleft()
         worker.num_refusals = 0
-        worker.observe(flight, done, now_ns, self._limits)
         gaps = worker.account.take(flight, done, now_ns)
+        worker.observe(flight, done, now_ns, self._limits)
         self._outboxes.note_result(Stamps(worker.worker_id, done.iteration, done.finished_ns, now_ns), gaps.rows)
         scores_of_slot = {row.slot: row.scores for row in done.sampled_scores}
         prompt_scores_of_slot = {row.slot: row for row in done.prompt_scores}
