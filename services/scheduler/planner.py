@@ -118,7 +118,8 @@ class Planner:
                 allowed_ns, time_bound = self._turn_ns(worker), Bound.TURN
         room = Room(
             max_tokens=max_tokens,
-            max_batched_tokens=min(limits.max_batched_tokens, worker.card.max_chunk_tokens),
+            max_batched_tokens=limits.max_batched_tokens,
+            max_chunk_tokens=worker.card.max_chunk_tokens,
             min_prefill_tokens=limits.min_prefill_tokens,
             tile_tokens=worker.roofline.device.tile_tokens,
             allowed_ns=allowed_ns,

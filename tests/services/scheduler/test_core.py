@@ -6,6 +6,7 @@ from common.ids import InstanceId, TokenizerId, WorkerId
 from common.messages.plans import PlanRefused
 from common.messages.requests import RequestRejected, Sampling
 from services.scheduler.events import DismissWorker, RequestPreempted, WorkerReported
+from services.scheduler.policy import POLICIES
 from tests.services.scheduler.world import World, token_at
 
 
@@ -28,6 +29,31 @@ def test_decodes_beyond_the_budget_all_run_and_prefill_still_gets_its_floor() ->
     world.finish_iteration()
 
     assert world.finish_iteration() == {"a": 1, "b": 1, "c": 1, "d": 1, "late": 2}
+
+
+@pytest.mark.parametrize("token_budget", [None, 4, 64])
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_no_plan_has_more_tokens_than_the_worker_takes(policy: str, token_budget: int | None) -> None:
+    """FakeDevice checks it, as workers do; here a prompt is as long as an iteration may be, and streams run beside."""
+    world = World(
+        policy=policy,
+        token_budget=token_budget,
+        tbt_target_ns=1_000,
+        min_prefill_tokens=16,
+        num_blocks=256,
+        max_num_slots=8,
+        max_chunk_tokens=10,
+        depth=2,
+    )
+    prompt_lens = {name: 10 if index % 2 else 30 for index, name in enumerate("abcdefgh")}
+    for name, prompt_len in prompt_lens.items():
+        world.arrive(name, prompt_len=prompt_len, max_tokens=60)
+        for _ in range(6):
+            world.finish_iteration()
+    world.drain()
+    assert max(plan.num_tokens for plan in world.iterations) <= 10
+    for name, prompt_len in prompt_lens.items():
+        assert world.output[name] == world.expected_output(name, prompt_len, 60)
 
 
 def test_a_steady_decode_batch_is_an_empty_plan() -> None:

@@ -179,6 +179,7 @@ def test_a_chunk_is_the_largest_that_ends_in_time(
     room = Room(
         max_tokens=max_tokens,
         max_batched_tokens=10**6,
+        max_chunk_tokens=10**6,
         min_prefill_tokens=floor,
         tile_tokens=64,
         allowed_ns=float(allowed_ms * MS),

@@ -19,8 +19,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     """Arrivals, cancellations, stops, losses, refusals and results in any order, over tiny KV pools.
 
     World checks after every event that each block is free or held once, that no plan reads or writes what is not its
-    request's, that no token comes twice, out of order, or after an end, that the parts of every gap sum to it, and that
-    of each stream only plans of one micro-batch are in flight.
+    request's, that none computes more tokens than its worker takes, that no token comes twice, out of order, or after
+    an end, that the parts of every gap sum to it, and that of each stream only plans of one micro-batch are in flight.
     """
 
     num_stages = 1  # of each worker
@@ -34,6 +34,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy=st.sampled_from(sorted(POLICIES)),
         has_prefix_cache=st.booleans(),
         max_preemptions=st.integers(0, 3),
+        max_chunk_tokens=st.integers(6, 48),
     )
     def begin(
         self,
@@ -45,6 +46,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy: str,
         has_prefix_cache: bool,
         max_preemptions: int,
+        max_chunk_tokens: int,
     ) -> None:
         self.world = World(
             depth=depth,
@@ -56,6 +58,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             token_budget=token_budget,
             max_running=max_running,
             max_num_slots=6,
+            max_chunk_tokens=max_chunk_tokens,
             pipeline_parallel=self.num_stages,
             max_losses=10**6,
             max_refusals=10**6,
