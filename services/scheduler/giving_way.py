@@ -57,18 +57,19 @@ class GivingWay:
 
     def make_way_for_urgent(self, worker: Worker) -> None:
         """Preempt for a waiting request of better priority that finds no room anywhere: the newest of the worst
-        priority, on the worker that runs the worst-ranked of all."""
+        priority, of those workers where that will make room on the one that runs the worst-ranked."""
         urgent = self._waiting.first
-        if urgent is None or not worker.running:
+        if urgent is None or not (lower := _below(urgent, worker)):
             return
-        worst = worker.running[-1].rank
-        if urgent.arrived.priority >= worst[0] or not self._placer.can_ever_hold(worker, urgent):
+        workers = self._workers.values()
+        if self._placer.best(workers, urgent, AboutToBegin(worker)) is not None:
             return
-        if any(other.running and other.running[-1].rank > worst for other in self._workers.values()):
+        if not self._placer.would_have_room(worker, urgent, lower):
             return
-        if self._placer.best(self._workers.values(), urgent, AboutToBegin(worker)) is not None:
-            return
-        lower = [request for request in worker.running if request.arrived.priority > urgent.arrived.priority]
+        for other in workers:
+            others = _below(urgent, other)
+            if others and others[-1].rank > lower[-1].rank and self._placer.would_have_room(other, urgent, others):
+                return
         if (victim := _last_that_may(lower)) is not None:
             self._give_way(victim, urgent)
 
@@ -98,6 +99,14 @@ class GivingWay:
         victim.placement = None
         victim.num_preemptions += 1
         self._waiting.add(victim)
+
+
+def _below(urgent: Request, worker: Worker) -> list[Request]:
+    """What the worker runs of a worse priority, and may preempt; by rank."""
+    priority = urgent.arrived.priority
+    if not worker.running or worker.running[-1].arrived.priority <= priority:
+        return []
+    return [it for it in worker.running if it.arrived.priority > priority and not it.placed.is_pinned]
 
 
 def _last_that_may(requests: list[Request]) -> Request | None:

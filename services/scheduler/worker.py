@@ -232,10 +232,11 @@ class Worker:
             for placement in (request.placed for request in self.running)
         )
 
-    def num_blocks_promised(self) -> int:
-        """Free blocks, outside the reserve, that its prefilling requests will still take until their first token."""
+    def num_blocks_promised(self, requests: Iterable[Request]) -> int:
+        """Free blocks, outside the reserve, that those of requests that prefill will still take until their first
+        token."""
         promised = 0
-        for request in self.running:
+        for request in requests:
             placement = request.placed
             if not placement.is_decoding and not placement.is_pinned:
                 needed = self.pool.blocks_for(min(placement.prefill_len + 1, request.max_len - 1))

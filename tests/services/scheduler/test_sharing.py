@@ -2,6 +2,7 @@
 
 import pytest
 
+from common.ids import WorkerId
 from common.messages.requests import RequestEnded, RequestRejected
 from services.scheduler.events import RequestPreempted
 from tests.services.scheduler.world import World
@@ -173,6 +174,47 @@ def test_an_urgent_request_takes_the_place_of_one_of_lower_priority_and_the_effe
     assert preempted.num_tokens >= 4
     assert next(iter(world.terminals)) == "urgent"
     assert world.output["batch"] == world.expected_output("batch", 4, 20)
+
+
+def two_unlike_workers(num_blocks: int) -> tuple[World, WorkerId, WorkerId]:
+    """One holds 256 tokens, the other num_blocks blocks of four, and on that one runs the worst-ranked request."""
+    world = World(num_workers=1, token_budget=32, has_prefix_cache=False)
+    other = world.join(num_blocks=num_blocks)
+    world.arrive("standard", prompt_len=150, max_tokens=100, priority=4)
+    large = world.iterations[-1].worker_id
+    assert large != other
+    return world, large, other
+
+
+def preempted_for(world: World, name: str) -> list[str]:
+    return [it.request_id for it in world.effects if isinstance(it, RequestPreempted) and it.for_request_id == name]
+
+
+def test_an_urgent_request_takes_a_place_where_it_fits_though_a_worse_one_runs_where_it_does_not() -> None:
+    world, _, _ = two_unlike_workers(num_blocks=20)
+    world.arrive("batch", prompt_len=4, max_tokens=40, priority=5)
+    world.arrive("urgent", prompt_len=150, max_tokens=20, priority=-5)
+    world.drain()
+
+    assert preempted_for(world, "urgent") == ["standard"]
+    assert next(iter(world.terminals)) in ("urgent", "batch")
+    for name, prompt_len, max_tokens in (("standard", 150, 100), ("batch", 4, 40), ("urgent", 150, 20)):
+        assert world.output[name] == world.expected_output(name, prompt_len, max_tokens)
+
+
+def test_nobody_gives_way_where_that_makes_no_room_for_the_urgent_one() -> None:
+    world, large, other = two_unlike_workers(num_blocks=50)
+    world.arrive("batch", prompt_len=4, max_tokens=60, priority=5)
+    world.arrive("kept", prompt_len=120, max_tokens=60, priority=-6)
+    for _ in range(8):
+        for worker_id in (large, other):
+            world.finish_iteration(worker_id)
+    on_other = {request.request_id for request in world.core.workers[1].running}
+    assert on_other == {"kept", "batch"}
+    world.arrive("urgent", prompt_len=150, max_tokens=20, priority=-5)
+    world.drain()
+
+    assert preempted_for(world, "urgent") == ["standard"]
 
 
 def test_equal_priority_never_preempts_for_a_place() -> None:
