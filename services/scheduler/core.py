@@ -1,5 +1,6 @@
 """The scheduler: a deterministic state machine that decides what runs next, where, and with how many tokens."""
 
+from math import inf
 from typing import assert_never
 
 from common.cost.devices import DEVICES
@@ -161,7 +162,7 @@ class SchedulerCore:
         allowed_wait_ns = self._limits.queue_timeout_ns
         if arrived.deadline_ms is not None:
             allowed_wait_ns = min(allowed_wait_ns, int(arrived.deadline_ms * 1e6))
-        ahead = self._ahead_of(arrived)
+        ahead = self._ahead_of(arrived, now_ns)
         refusal = refusal_of(
             arrived,
             self._limits,
@@ -202,11 +203,12 @@ class SchedulerCore:
             )
         )
 
-    def _ahead_of(self, arrived: RequestArrived) -> Ahead:
+    def _ahead_of(self, arrived: RequestArrived, now_ns: int) -> Ahead:
         """What would begin before it. Short prompts go first where prompts wait to be read, but not where the first of
         them waits for room."""
         first = self._waiting.first
-        has_room = first is not None and self._planner.placer.has_room(self._workers.values(), first)
+        workers = self._planner.counted_on(now_ns)
+        has_room = first is not None and self._planner.placer.has_room(workers, first)
         return self._waiting.ahead_of(
             arrived.priority,
             arrived.num_prompt_tokens,
@@ -496,6 +498,11 @@ class SchedulerCore:
                     break
                 self._plans.append(plan)
                 self._note_due(worker.in_flight[0].timeout_ns)
+        if self._waiting and len(self._workers) > 1:
+            # What waits for one of them begins on another when it turns silent, though nothing else may happen by then.
+            for worker in self._workers.values():
+                if now_ns < worker.silent_from_ns < inf:
+                    self._note_due(int(worker.silent_from_ns) + 1)
 
     # --- what must be looked at later -------------------------------------------------------------------------------
 

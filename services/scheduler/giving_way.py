@@ -1,6 +1,7 @@
 """Who gives way when blocks are short: the newest, to those who stream, and to those of a better priority."""
 
-from common.ids import WorkerId
+from collections.abc import Collection
+
 from services.scheduler.account import interrupt
 from services.scheduler.events import RequestPreempted
 from services.scheduler.placement import AboutToBegin, Placer
@@ -10,11 +11,10 @@ from services.scheduler.worker import Worker
 
 
 class GivingWay:
-    """Preempts before a plan is made. Owned by the planner, whose queue and workers it shares."""
+    """Preempts before a plan is made. Owned by the planner, whose queue it shares."""
 
-    def __init__(self, waiting: WaitingQueue, workers: dict[WorkerId, Worker], placer: Placer) -> None:
+    def __init__(self, waiting: WaitingQueue, placer: Placer) -> None:
         self._waiting = waiting
-        self._workers = workers
         self._placer = placer
         self.preempted: list[RequestPreempted] = []
         """By the plan in hand; the core takes them."""
@@ -55,13 +55,17 @@ class GivingWay:
                 num_blocks -= 1
         return None
 
-    def make_way_for_urgent(self, worker: Worker) -> None:
+    def make_way_for_urgent(self, worker: Worker, workers: Collection[Worker]) -> None:
         """Preempt for a waiting request of better priority that finds no room anywhere: the newest of the worst
-        priority, of those workers where that will make room on the one that runs the worst-ranked."""
+        priority, of those workers where that will make room on the one that runs the worst-ranked.
+
+        Args:
+            worker: Whose plan comes.
+            workers: Those that count.
+        """
         urgent = self._waiting.first
-        if urgent is None or not (lower := _below(urgent, worker)):
+        if urgent is None or worker not in workers or not (lower := _below(urgent, worker)):
             return
-        workers = self._workers.values()
         if self._placer.best(workers, urgent, AboutToBegin(worker)) is not None:
             return
         if not self._placer.would_have_room(worker, urgent, lower):

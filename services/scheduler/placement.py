@@ -60,10 +60,12 @@ class Placer:
         self, worker: Worker, workers: Collection[Worker], waiting: Iterable[Request]
     ) -> Iterator[tuple[Request, Fit]]:
         """Waiting requests that the worker should begin, in their order, as far as it has room for them beside those
-        that were asked for already.
+        that were asked for already: none if it is not among the workers that count.
 
         One for which no worker has room does not keep those of its priority waiting that come after it and need less.
         """
+        if worker not in workers:
+            return
         about = AboutToBegin(worker)
         passed: list[Request] = []
         being_read: dict[tuple[bytes, str], int] | None = None  # until a request might wait for one of them

@@ -1,7 +1,7 @@
 """Builds one iteration of one worker: who runs, with how many tokens, in which blocks."""
 
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from math import inf
 
 from common.cost.load import Load
@@ -38,7 +38,7 @@ class Planner:
         self._workers = workers
         self._policy = POLICIES[limits.policy]
         self.placer = Placer(limits, reserves_max_len=self._policy.reserves_max_len)
-        self.giving_way = GivingWay(waiting, workers, self.placer)
+        self.giving_way = GivingWay(waiting, self.placer)
 
     @property
     def num_places(self) -> int:
@@ -47,10 +47,15 @@ class Planner:
         num_being_read = sum(not placement.is_decoding for placement in running)
         return self._policy.num_shared * len(self._workers) - num_being_read
 
+    def counted_on(self, now_ns: int) -> Collection[Worker]:
+        """The workers that those who wait may begin on: all but silent ones, which may be lost; all if all are."""
+        workers = self._workers.values()
+        return [worker for worker in workers if worker.silent_from_ns > now_ns] or workers
+
     def plan(self, worker: Worker, now_ns: int) -> RunIteration | None:
         """Take what the worker's next iteration needs, and return it; None if there is nothing to compute."""
         self.giving_way.make_room(worker)
-        self.giving_way.make_way_for_urgent(worker)
+        self.giving_way.make_way_for_urgent(worker, self.counted_on(now_ns))
         for micro_batch in worker.turns(self._limits.depth):
             if (plan := self._plan(worker, micro_batch, now_ns)) is not None:
                 return plan
@@ -73,7 +78,9 @@ class Planner:
             )
         room, decoding, denied = self._room(worker, micro_batch, start_ns, running.decoding)
         batch = Batch(worker.predict_ns, room)
-        self._policy.fill(batch, Running(decoding=decoding, prefilling=running.prefilling), self._admissible(worker))
+        self._policy.fill(
+            batch, Running(decoding=decoding, prefilling=running.prefilling), self._admissible(worker, now_ns)
+        )
         if not batch.decodes and not batch.chunks:
             return None
         return self._commit(worker, micro_batch, batch, denied + _parked(worker), now_ns, start_ns)
@@ -159,9 +166,9 @@ class Planner:
                 decoding.append(placement)
         return Running(decoding=decoding, prefilling=prefilling)
 
-    def _admissible(self, worker: Worker) -> Iterator[Candidate]:
+    def _admissible(self, worker: Worker, now_ns: int) -> Iterator[Candidate]:
         """Waiting requests that this worker should begin."""
-        for request, fit in self.placer.to_begin(worker, self._workers.values(), self._waiting):
+        for request, fit in self.placer.to_begin(worker, self.counted_on(now_ns), self._waiting):
             num_tokens = len(request.token_ids) - fit.num_cached_tokens
             most = min(worker.card.max_chunk_tokens, _most_of(request))
             yield Candidate(request, None, fit.num_cached_tokens, min(num_tokens, most))

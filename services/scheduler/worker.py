@@ -4,6 +4,7 @@ import heapq
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import inf
 
 from common.cost.devices import DEVICES
 from common.cost.fit import Fit, SavedFit
@@ -26,6 +27,10 @@ MAX_KEPT_ITERATIONS = 8
 """Of a late gap, how many iterations' spans a plan asks for: the last ones."""
 MAX_KEPT_STREAMS = 8
 """For how many streams that were late together; with the bound above, 64 rows of 70 bytes in one plan."""
+SILENT_TIMES = 10.0
+"""Of what a plan was predicted to take, by how much it is overdue when its worker counts as silent."""
+LEAST_SILENT_NS = 1_000_000_000
+"""The least of that: pauses of machines and first runs of kernels are shorter, most of them."""
 PACE_SHARE = 0.05
 """Weight of the newest iteration in the running prefill rate."""
 
@@ -98,6 +103,14 @@ class Worker:
     @property
     def num_free_slots(self) -> int:
         return len(self._free_slots)
+
+    @property
+    def silent_from_ns(self) -> float:
+        """When it begins to count as silent, unless a result comes before; never while no plan is in flight."""
+        if not self.in_flight:
+            return inf
+        flight = self.in_flight[0]
+        return flight.end_ns + max(LEAST_SILENT_NS, SILENT_TIMES * flight.plan.predicted_ns)
 
     def turns(self, depth: int) -> list[int]:
         """Micro-batches with fewer than depth plans in flight, from the one whose turn it is."""

@@ -125,6 +125,53 @@ def test_a_request_reads_its_prefix_again_elsewhere_when_prompts_keep_its_holder
     assert {p.worker_id for p in world.iterations for c in p.chunks if c.request_id == "second"} != {holder}
 
 
+def test_who_waits_does_not_count_on_a_silent_worker_when_another_has_room() -> None:
+    world = World(num_workers=2, token_budget=64)
+    for name in ("a", "b", "c"):
+        world.arrive(name, prompt_len=4, max_tokens=100)
+    silent, busy = (worker.worker_id for worker in world.core.workers)
+    for _ in range(4):
+        world.finish_iteration(silent)
+        world.finish_iteration(busy)
+    if len(world.core.workers[0].running) > 1:
+        silent, busy = busy, silent  # The emptier one.
+    world.arrive("newcomer", prompt_len=4, max_tokens=3)
+    for _ in range(20):
+        world.finish_iteration(busy, took_ns=100_000_000)  # Two seconds in all; the other one says nothing.
+
+    assert "newcomer" in world.terminals
+    assert {plan.worker_id for plan in world.iterations for it in plan.chunks if it.request_id == "newcomer"} == {busy}
+    world.arrive("later", prompt_len=4, max_tokens=3)
+    world.finish_iteration(silent)  # It was slow, no more.
+    assert {plan.worker_id for plan in world.iterations for it in plan.chunks if it.request_id == "later"} == {silent}
+    world.drain()
+
+
+def test_who_waits_for_a_silent_worker_begins_elsewhere_though_nothing_else_happens() -> None:
+    world = World(num_workers=2, token_budget=64)
+    world.arrive("first", prompt_len=41, tokens=[*PREFIX, 1], max_tokens=100)
+    world.finish_iteration()
+    world.finish_iteration()
+    (silent,) = {plan.worker_id for plan in world.iterations}
+    world.arrive("second", prompt_len=41, tokens=[*PREFIX, 2], max_tokens=2)
+    assert world.core.num_waiting == 1, "for the one that has its prefix"
+    world.wait(0.9)
+    assert world.core.num_waiting == 1
+    world.wait(0.9)
+    assert world.core.num_waiting == 0
+    assert world.iterations[-1].worker_id != silent
+    world.drain()
+
+
+def test_a_lone_worker_is_counted_on_whatever_it_does() -> None:
+    world = World(token_budget=64)
+    world.arrive("first", prompt_len=4, max_tokens=4)
+    world.wait(10)
+    world.arrive("second", prompt_len=4, max_tokens=4)
+    world.drain()
+    assert world.output["second"] == world.expected_output("second", 4, 4)
+
+
 def test_a_short_prompt_is_not_stuck_behind_a_long_one() -> None:
     world = World(token_budget=16, num_blocks=256)
     world.arrive("long", prompt_len=800, max_tokens=2)
