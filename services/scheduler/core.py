@@ -273,9 +273,9 @@ class SchedulerCore:
         request.placement = None
 
     def _expire(self, now_ns: int) -> None:
-        for request in [request for request in self._waiting if _may_expire(request)]:
+        for request in [request for request in self._waiting if self._may_expire(request)]:
             if request.queue_deadline_ns <= now_ns:
-                self._reject_waiting(request, now_ns)
+                self._give_up(request, now_ns)
             else:
                 self._note_due(request.queue_deadline_ns)
         for worker in list(self._workers.values()):
@@ -285,7 +285,19 @@ class SchedulerCore:
             elif worker.in_flight:
                 self._note_due(worker.in_flight[0].timeout_ns)
 
-    def _reject_waiting(self, request: Request, now_ns: int) -> None:
+    def _may_expire(self, request: Request) -> bool:
+        """A queue deadline is for requests that have not begun. One that has, has shown tokens already, and waits for
+        its place as long as any worker can hold it."""
+        return request.first_planned_ns is None or not self._can_be_held(request)
+
+    def _can_be_held(self, request: Request) -> bool:
+        return any(self._planner.placer.can_ever_hold(worker, request) for worker in self._workers.values())
+
+    def _give_up(self, request: Request, now_ns: int) -> None:
+        if request.first_planned_ns is not None:
+            message = f"no worker that can hold it has come since one was lost; {len(self._workers)} workers are up"
+            self._end(request, FinishReason.ERROR, now_ns, detail=message)
+            return
         request.has_ended = True
         del self._requests[request.request_id]
         self._waiting.remove(request)
@@ -336,6 +348,10 @@ class SchedulerCore:
                 interrupt(request.placed, is_worker_lost=True)
                 request.placement = None
                 self._waiting.add(request)
+        for request in self._waiting:
+            if request.first_planned_ns is not None and not self._can_be_held(request):
+                request.queue_deadline_ns = now_ns + self._limits.queue_timeout_ns
+                self._note_due(request.queue_deadline_ns)
         if not self._workers:
             self._waiting.forget_last_start()
         self._tell_pool()
@@ -527,8 +543,3 @@ def _publish(placement: Placement) -> None:
     pool.publish(placement.block_table[first:end], hashes[first:end])
     placement.num_published = end
     placement.publish_len = (end + 1) * pool.block_size
-
-
-def _may_expire(request: Request) -> bool:
-    """A queue deadline is for requests that have not begun; one that was preempted has shown tokens already."""
-    return request.first_planned_ns is None

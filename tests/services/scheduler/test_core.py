@@ -312,6 +312,38 @@ def test_a_request_that_takes_its_workers_down_fails_alone() -> None:
     assert world.reason("harmless") == "length"
 
 
+@pytest.mark.parametrize("is_preempted", [False, True])
+def test_a_stream_that_no_worker_can_hold_any_more_ends_after_a_while(is_preempted: bool) -> None:
+    world = World(token_budget=64, max_running=1, num_blocks=16, plan_timeout_ns=10**12)
+    world.arrive("large", prompt_len=40, max_tokens=20)
+    for _ in range(5):
+        world.finish_iteration()
+    if is_preempted:
+        world.arrive("urgent", prompt_len=4, max_tokens=40, priority=-1)
+        world.finish_iteration()
+    world.wait(100)
+    world.lose(next(iter(world.devices)))
+    world.wait(50)
+    world.join(num_blocks=12)
+    world.drain()
+    assert "large" not in world.terminals, "a larger one may come"
+    world.wait(11)
+    assert world.reason("large") == "error"
+    assert world.core.num_open == 0
+
+
+def test_a_stream_that_lost_its_worker_waits_for_another_no_longer_than_newcomers_do() -> None:
+    world = World(token_budget=64)
+    world.arrive("a", prompt_len=4, max_tokens=20)
+    for _ in range(3):
+        world.finish_iteration()
+    world.lose(next(iter(world.devices)))
+    world.wait(59)
+    assert "a" not in world.terminals
+    world.wait(2)
+    assert world.reason("a") == "error"
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_refused_plan_opens_a_new_epoch_and_nothing_is_lost(depth: int) -> None:
     world = World(depth=depth, token_budget=16)
