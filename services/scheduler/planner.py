@@ -148,7 +148,6 @@ class Planner:
         pool = worker.pool
         decoding: list[Placement] = []
         prefilling: list[Candidate] = []
-        most = worker.card.max_chunk_tokens
         for request in worker.running:
             placement = request.placement
             assert placement is not None, "a running request has a placement"
@@ -158,7 +157,7 @@ class Planner:
             if start < placement.prefill_len:
                 if placement.needs_block and not pool.num_available:
                     continue
-                num_tokens = min(placement.prefill_len - start, most, _most_of(request))
+                num_tokens = min(placement.prefill_len - start, _most_of(request))
                 prefilling.append(Candidate(request, placement, start, num_tokens))
             elif start < request.max_len - 1:  # Its last token is never computed.
                 last = placement.last_flight
@@ -170,8 +169,7 @@ class Planner:
         """Waiting requests that this worker should begin."""
         for request, fit in self.placer.to_begin(worker, self.counted_on(now_ns), self._waiting):
             num_tokens = len(request.token_ids) - fit.num_cached_tokens
-            most = min(worker.card.max_chunk_tokens, _most_of(request))
-            yield Candidate(request, None, fit.num_cached_tokens, min(num_tokens, most))
+            yield Candidate(request, None, fit.num_cached_tokens, min(num_tokens, _most_of(request)))
 
     # --- taking it
 

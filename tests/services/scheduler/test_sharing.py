@@ -182,6 +182,17 @@ def test_a_short_prompt_is_not_stuck_behind_a_long_one() -> None:
     assert world.finish_iteration() == {"long": 8, "short": 8}
 
 
+def test_a_short_prompt_is_not_stuck_behind_one_that_fills_all_that_the_worker_takes() -> None:
+    world = World(token_budget=None, tbt_target_ns=10**10, num_blocks=256, max_chunk_tokens=16)
+    world.arrive("long", prompt_len=800, max_tokens=2)
+    world.finish_iteration()
+    world.arrive("short", prompt_len=8, max_tokens=2)
+    world.finish_iteration()
+
+    assert world.finish_iteration() == {"long": 8, "short": 8}
+    assert world.core.workers[0].prefill_tokens_per_s > 0, "iterations full of prefill say how fast it is"
+
+
 @pytest.mark.parametrize("num_short", [1, 5, 14])
 def test_short_prompts_behind_a_long_one_are_read_within_the_stated_bound(num_short: int) -> None:
     world = World(token_budget=16, num_blocks=1024)
