@@ -206,9 +206,9 @@ class SchedulerCore:
     def _ahead_of(self, arrived: RequestArrived, now_ns: int) -> Ahead:
         """What would begin before it. Short prompts go first where prompts wait to be read, but not where the first of
         them waits for room."""
-        first = self._waiting.first
-        workers = self._planner.counted_on(now_ns)
-        has_room = first is not None and self._planner.placer.has_room(workers, first)
+        workers, placer = self._planner.counted_on(now_ns), self._planner.placer
+        first = placer.first_that_fits(workers, self._waiting)
+        has_room = first is not None and placer.has_room(workers, first)
         return self._waiting.ahead_of(
             arrived.priority,
             arrived.num_prompt_tokens,

@@ -63,7 +63,7 @@ class GivingWay:
             worker: Whose plan comes.
             workers: Those that count.
         """
-        urgent = self._waiting.first
+        urgent = self._placer.first_that_fits(workers, self._waiting)
         if urgent is None or worker not in workers or not (lower := _below(urgent, worker)):
             return
         if self._placer.best(workers, urgent, AboutToBegin(worker)) is not None:

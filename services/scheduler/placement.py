@@ -109,6 +109,11 @@ class Placer:
         """Whether a worker could begin it now, if its iteration had time for it."""
         return any(self._fit(worker, request, AboutToBegin(worker)) is not None for worker in workers)
 
+    def first_that_fits(self, workers: Collection[Worker], waiting: Iterable[Request]) -> Request | None:
+        """The first of those that wait which a worker could hold if it were alone there: the others keep nobody
+        waiting."""
+        return next((it for it in waiting if any(self.can_ever_hold(worker, it) for worker in workers)), None)
+
     def would_have_room(self, worker: Worker, request: Request, leaving: Sequence[Request]) -> bool:
         """Whether the worker could begin it if some of those that it runs had left."""
         gone = {other.order for other in leaving}

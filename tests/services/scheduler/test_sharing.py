@@ -275,6 +275,21 @@ def test_nobody_gives_way_where_that_makes_no_room_for_the_urgent_one() -> None:
     assert preempted_for(world, "urgent") == ["standard"]
 
 
+def test_one_that_no_worker_can_hold_keeps_no_urgent_one_waiting() -> None:
+    world = World(num_workers=1, token_budget=64, max_running=1)
+    world.arrive("stranded", prompt_len=150, max_tokens=20, priority=-9)
+    for _ in range(4):
+        world.finish_iteration()
+    world.lose(next(iter(world.devices)))
+    world.join(num_blocks=20)
+    world.arrive("batch", prompt_len=4, max_tokens=60, priority=5)
+    world.arrive("urgent", prompt_len=4, max_tokens=4, priority=-5)
+    world.drain()
+
+    assert preempted_for(world, "urgent") == ["batch"]
+    assert list(world.terminals) == ["urgent", "batch"]
+
+
 def test_equal_priority_never_preempts_for_a_place() -> None:
     world = World(max_running=1)
     world.arrive("first", prompt_len=4, max_tokens=8)
