@@ -35,7 +35,7 @@ class WorkerConfig(ProcessConfig):
     )
     block_size: int = option(0, "tokens per KV block; 0 takes what the attention back end likes best, mostly 16")
     max_num_slots: int = option(256, "requests that may be resident at a time")
-    max_chunk_tokens: int = option(2048, "tokens that one iteration may compute")
+    max_chunk_tokens: int = option(2048, "tokens that one iteration may compute, decodes included")
     max_queued_plans: int = option(64, "plans that may wait for the device; a scheduler that sends more is cut off")
     attention_backend: Literal["auto", "native", "cpu", "reference", "flash_attn", "fa3", "fa2", "triton", "torch"] = (
         option(

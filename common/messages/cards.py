@@ -40,7 +40,7 @@ class WorkerCard(Message, frozen=True, kw_only=True):
     block_size: int  # tokens per KV block
     num_blocks: int  # KV blocks that plans may use, numbered from 0
     max_num_slots: int  # requests that may be resident at a time
-    max_chunk_tokens: int  # tokens that one iteration may compute
+    max_chunk_tokens: int  # tokens that one iteration may compute, decodes included; at least one for each slot
     profile: tuple[ProfilePoint, ...] = ()  # by num_tokens, ascending
 
 

@@ -85,6 +85,11 @@ class SimulateOptions:
         ):
             if getattr(self, name) < 0:
                 raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must not be negative")
+        if self.max_chunk_tokens < self.max_running:
+            # An iteration must have room for a decode of every running request.
+            raise ValueError(
+                f"--max-chunk-tokens is {self.max_chunk_tokens}, less than --max-running, {self.max_running}"
+            )
         if self.rate is not None and not 0 < self.rate < float("inf"):
             raise ValueError(f"--rate is {self.rate}; it must be above 0")
         if self.noise is not None and not 0 <= self.noise < 1:

@@ -158,11 +158,8 @@ class Gaps:
         latest, since = self.latest, interruption.since
         plan_wait_ns = device_slow_ns = 0
         if since.worker_order == latest.worker_order:
-            total_ns = latest.finished_ns - since.finished_ns
             plan_wait_ns, device_slow_ns = latest.wait_ns - since.wait_ns, latest.slow_ns - since.slow_ns
-        else:
-            total_ns = latest.applied_ns - since.applied_ns
-        rest_ns = total_ns - latest.own_decode_ns - plan_wait_ns - device_slow_ns
+        rest_ns = gap_ns(since, latest) - latest.own_decode_ns - plan_wait_ns - device_slow_ns
         culprits = (interruption.culprit,) if interruption.culprit is not None else ()
         return WorkerGap(
             decode_ns=latest.own_decode_ns,
@@ -189,12 +186,24 @@ class Gaps:
         return self._least_target_ns
 
 
+def last_token(placement: "Placement") -> Tally | None:
+    """The result that brought a stream's last token, on whatever worker; None before its first."""
+    interruption = placement.request.interruption
+    return placement.tally if interruption is None else interruption.since
+
+
+def gap_ns(since: Tally, latest: Tally) -> int:
+    """How long after a token another came; by the scheduler's clock where it came from another worker."""
+    if since.worker_order == latest.worker_order:
+        return latest.finished_ns - since.finished_ns
+    return latest.applied_ns - since.applied_ns
+
+
 def interrupt(placement: "Placement", *, is_worker_lost: bool, culprit: "Request | None" = None) -> None:
     """A placement ends before its request does. Remember since when its stream waits, if it has begun to stream."""
     request = placement.request
     earlier = request.interruption
-    since = placement.tally if earlier is None else earlier.since
-    if since is None:
+    if (since := last_token(placement)) is None:
         return
     request.interruption = Interruption(
         since=since,

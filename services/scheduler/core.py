@@ -1,5 +1,6 @@
 """The scheduler: a deterministic state machine that decides what runs next, where, and with how many tokens."""
 
+from math import inf
 from typing import assert_never
 
 from common.cost.devices import DEVICES
@@ -86,7 +87,7 @@ class SchedulerCore:
 
     @property
     def num_gaps(self) -> int:
-        """Gaps between tokens that workers have measured so far; of those that are gone, too."""
+        """Gaps between two tokens of one stream so far, at the workers; between two workers, here."""
         return self._num_gaps_gone + sum(worker.num_gaps for worker in self._workers.values())
 
     @property
@@ -161,7 +162,7 @@ class SchedulerCore:
         allowed_wait_ns = self._limits.queue_timeout_ns
         if arrived.deadline_ms is not None:
             allowed_wait_ns = min(allowed_wait_ns, int(arrived.deadline_ms * 1e6))
-        ahead = self._ahead_of(arrived)
+        ahead = self._ahead_of(arrived, now_ns)
         refusal = refusal_of(
             arrived,
             self._limits,
@@ -202,11 +203,12 @@ class SchedulerCore:
             )
         )
 
-    def _ahead_of(self, arrived: RequestArrived) -> Ahead:
+    def _ahead_of(self, arrived: RequestArrived, now_ns: int) -> Ahead:
         """What would begin before it. Short prompts go first where prompts wait to be read, but not where the first of
         them waits for room."""
-        first = self._waiting.first
-        has_room = first is not None and self._planner.placer.has_room(self._workers.values(), first)
+        workers, placer = self._planner.counted_on(now_ns), self._planner.placer
+        first = placer.first_that_fits(workers, self._waiting)
+        has_room = first is not None and placer.has_room(workers, first)
         return self._waiting.ahead_of(
             arrived.priority,
             arrived.num_prompt_tokens,
@@ -271,9 +273,9 @@ class SchedulerCore:
         request.placement = None
 
     def _expire(self, now_ns: int) -> None:
-        for request in [request for request in self._waiting if _may_expire(request)]:
+        for request in [request for request in self._waiting if self._may_expire(request)]:
             if request.queue_deadline_ns <= now_ns:
-                self._reject_waiting(request, now_ns)
+                self._give_up(request, now_ns)
             else:
                 self._note_due(request.queue_deadline_ns)
         for worker in list(self._workers.values()):
@@ -283,7 +285,19 @@ class SchedulerCore:
             elif worker.in_flight:
                 self._note_due(worker.in_flight[0].timeout_ns)
 
-    def _reject_waiting(self, request: Request, now_ns: int) -> None:
+    def _may_expire(self, request: Request) -> bool:
+        """A queue deadline is for requests that have not begun. One that has, has shown tokens already, and waits for
+        its place as long as any worker can hold it."""
+        return request.first_planned_ns is None or not self._can_be_held(request)
+
+    def _can_be_held(self, request: Request) -> bool:
+        return any(self._planner.placer.can_ever_hold(worker, request) for worker in self._workers.values())
+
+    def _give_up(self, request: Request, now_ns: int) -> None:
+        if request.first_planned_ns is not None:
+            message = f"no worker that can hold it has come since one was lost; {len(self._workers)} workers are up"
+            self._end(request, FinishReason.ERROR, now_ns, detail=message)
+            return
         request.has_ended = True
         del self._requests[request.request_id]
         self._waiting.remove(request)
@@ -334,6 +348,10 @@ class SchedulerCore:
                 interrupt(request.placed, is_worker_lost=True)
                 request.placement = None
                 self._waiting.add(request)
+        for request in self._waiting:
+            if request.first_planned_ns is not None and not self._can_be_held(request):
+                request.queue_deadline_ns = now_ns + self._limits.queue_timeout_ns
+                self._note_due(request.queue_deadline_ns)
         if not self._workers:
             self._waiting.forget_last_start()
         self._tell_pool()
@@ -379,8 +397,8 @@ class SchedulerCore:
             return
         worker.in_flight.popleft()
         worker.num_refusals = 0
-        worker.observe(flight, done, now_ns, self._limits)
         gaps = worker.account.take(flight, done, now_ns)
+        worker.observe(flight, done, now_ns, self._limits)
         self._outboxes.note_result(Stamps(worker.worker_id, done.iteration, done.finished_ns, now_ns), gaps.rows)
         scores_of_slot = {row.slot: row.scores for row in done.sampled_scores}
         prompt_scores_of_slot = {row.slot: row for row in done.prompt_scores}
@@ -496,6 +514,11 @@ class SchedulerCore:
                     break
                 self._plans.append(plan)
                 self._note_due(worker.in_flight[0].timeout_ns)
+        if self._waiting and len(self._workers) > 1:
+            # What waits for one of them begins on another when it turns silent, though nothing else may happen by then.
+            for worker in self._workers.values():
+                if now_ns < worker.silent_from_ns < inf:
+                    self._note_due(int(worker.silent_from_ns) + 1)
 
     # --- what must be looked at later -------------------------------------------------------------------------------
 
@@ -520,8 +543,3 @@ def _publish(placement: Placement) -> None:
     pool.publish(placement.block_table[first:end], hashes[first:end])
     placement.num_published = end
     placement.publish_len = (end + 1) * pool.block_size
-
-
-def _may_expire(request: Request) -> bool:
-    """A queue deadline is for requests that have not begun; one that was preempted has shown tokens already."""
-    return request.first_planned_ns is None

@@ -1,9 +1,8 @@
 """Which worker takes a waiting request: one queue for all, bound when a worker has room."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from services.scheduler.kv.blocks import Match
 from services.scheduler.limits import Limits
 from services.scheduler.request import Request
 from services.scheduler.worker import Worker
@@ -18,7 +17,8 @@ MAX_LOOK_PAST = 4
 
 @dataclass(slots=True)
 class AboutToBegin:
-    """What a worker is about to take in the iteration that is being planned, beside what it runs already.
+    """What a worker is about to take in the iteration that is being planned, beside what it runs already. Less than
+    nothing is what it is about to lose.
 
     What it runs stays the same meanwhile, so sums over it are taken once, and not for every request that waits.
     """
@@ -60,10 +60,12 @@ class Placer:
         self, worker: Worker, workers: Collection[Worker], waiting: Iterable[Request]
     ) -> Iterator[tuple[Request, Fit]]:
         """Waiting requests that the worker should begin, in their order, as far as it has room for them beside those
-        that were asked for already.
+        that were asked for already: none if it is not among the workers that count.
 
         One for which no worker has room does not keep those of its priority waiting that come after it and need less.
         """
+        if worker not in workers:
+            return
         about = AboutToBegin(worker)
         passed: list[Request] = []
         being_read: dict[tuple[bytes, str], int] | None = None  # until a request might wait for one of them
@@ -107,6 +109,28 @@ class Placer:
         """Whether a worker could begin it now, if its iteration had time for it."""
         return any(self._fit(worker, request, AboutToBegin(worker)) is not None for worker in workers)
 
+    def first_that_fits(self, workers: Collection[Worker], waiting: Iterable[Request]) -> Request | None:
+        """The first of those that wait which a worker could hold if it were alone there: the others keep nobody
+        waiting."""
+        return next((it for it in waiting if any(self.can_ever_hold(worker, it) for worker in workers)), None)
+
+    def would_have_room(self, worker: Worker, request: Request, leaving: Sequence[Request]) -> bool:
+        """Whether the worker could begin it if some of those that it runs had left."""
+        gone = {other.order for other in leaving}
+        staying = [other for other in worker.running if other.order not in gone]
+        pool = worker.pool
+        shared = set(pool.find(self._prefix_of(worker, request)))
+        about = AboutToBegin(
+            worker,
+            num_requests=-len(leaving),
+            num_blocks=-pool.num_held_alone(
+                [block for other in leaving for block in other.placed.block_table if block not in shared]
+            ),
+            num_blocks_promised=worker.num_blocks_promised(staying),
+            num_running_tokens=self._expected_tokens(staying),
+        )
+        return self._fit(worker, request, about) is not None
+
     def can_ever_hold(self, worker: Worker, request: Request) -> bool:
         """Whether the request fits the worker when it is alone there. Its last token is never computed."""
         return request.max_len - 1 <= worker.capacity
@@ -119,28 +143,27 @@ class Placer:
         if not self.can_ever_hold(worker, request):
             return None
         pool = worker.pool
-        match = self._match(worker, request)
+        match = pool.match(self._prefix_of(worker, request))
         num_needed = pool.blocks_for(self._first_need(request)) - match.num_blocks + match.num_free
         # One block a running request stays free, so that decodes that cross a block boundary need not preempt at once.
         # The first request needs no such headroom: alone, it fits.
         if taken.num_blocks_promised is None:
-            taken.num_blocks_promised = worker.num_blocks_promised()
+            taken.num_blocks_promised = worker.num_blocks_promised(worker.running)
         num_spoken_for = taken.num_blocks_promised + taken.num_blocks + pool.num_reserved + num_running
         if num_needed + num_spoken_for > pool.num_free:
             return None
         num_expected = self._expected_len(request)
         if num_running:
             if taken.num_running_tokens is None:
-                taken.num_running_tokens = sum([self._expected_len(other) for other in worker.running])
+                taken.num_running_tokens = self._expected_tokens(worker.running)
             expected = taken.num_expected_tokens + taken.num_running_tokens
             if expected + num_expected > self._limits.overcommit * worker.capacity:
                 return None
         return Fit(worker, match.num_blocks * pool.block_size, num_needed, num_expected)
 
-    def _match(self, worker: Worker, request: Request) -> Match:
-        if not self._limits.has_prefix_cache:
-            return Match()
-        return worker.pool.match(request.prefix_hashes(worker.pool.block_size))
+    def _prefix_of(self, worker: Worker, request: Request) -> list[bytes]:
+        """Hashes of the blocks that it might find in the worker's cache."""
+        return request.prefix_hashes(worker.pool.block_size) if self._limits.has_prefix_cache else []
 
     def _first_need(self, request: Request) -> int:
         """Tokens whose blocks must be there for it to begin: until its first token, or all where it may not be
@@ -148,6 +171,10 @@ class Placer:
         if self._reserves_max_len or request.num_preemptions >= self._limits.max_preemptions:
             return request.max_len - 1
         return min(len(request.token_ids) + 1, request.max_len - 1)
+
+    def _expected_tokens(self, requests: Iterable[Request]) -> int:
+        """Tokens that they are expected to hold at their longest, all together."""
+        return sum([self._expected_len(request) for request in requests])
 
     def _expected_len(self, request: Request) -> int:
         """Tokens that it is expected to hold at its longest."""

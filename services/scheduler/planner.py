@@ -1,7 +1,7 @@
 """Builds one iteration of one worker: who runs, with how many tokens, in which blocks."""
 
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from math import inf
 
 from common.cost.load import Load
@@ -10,6 +10,7 @@ from common.messages.plans import GrownTable, NewRequest
 from services.scheduler.deadlines import choose_decodes
 from services.scheduler.events import Bound, Chunk, Decode, RunIteration
 from services.scheduler.giving_way import GivingWay
+from services.scheduler.kv.blocks import BlockPool
 from services.scheduler.limits import Limits
 from services.scheduler.micro_batches import deal, even_out
 from services.scheduler.placement import Placer
@@ -37,7 +38,7 @@ class Planner:
         self._workers = workers
         self._policy = POLICIES[limits.policy]
         self.placer = Placer(limits, reserves_max_len=self._policy.reserves_max_len)
-        self.giving_way = GivingWay(waiting, workers, self.placer)
+        self.giving_way = GivingWay(waiting, self.placer)
 
     @property
     def num_places(self) -> int:
@@ -46,10 +47,15 @@ class Planner:
         num_being_read = sum(not placement.is_decoding for placement in running)
         return self._policy.num_shared * len(self._workers) - num_being_read
 
+    def counted_on(self, now_ns: int) -> Collection[Worker]:
+        """The workers that those who wait may begin on: all but silent ones, which may be lost; all if all are."""
+        workers = self._workers.values()
+        return [worker for worker in workers if worker.silent_from_ns > now_ns] or workers
+
     def plan(self, worker: Worker, now_ns: int) -> RunIteration | None:
         """Take what the worker's next iteration needs, and return it; None if there is nothing to compute."""
         self.giving_way.make_room(worker)
-        self.giving_way.make_way_for_urgent(worker)
+        self.giving_way.make_way_for_urgent(worker, self.counted_on(now_ns))
         for micro_batch in worker.turns(self._limits.depth):
             if (plan := self._plan(worker, micro_batch, now_ns)) is not None:
                 return plan
@@ -70,16 +76,14 @@ class Planner:
                 now_ns=now_ns,
                 allowance_ns=self._limits.ring_allowance_ns,
             )
-        room, decoding = self._room(worker, micro_batch, start_ns, running.decoding)
+        room, decoding, denied = self._room(worker, micro_batch, start_ns, running.decoding)
         batch = Batch(worker.predict_ns, room)
-        self._policy.fill(batch, Running(decoding=decoding, prefilling=running.prefilling), self._admissible(worker))
-        plan = self._commit(worker, micro_batch, batch, now_ns, start_ns)
-        if plan is None and running.decoding and worker.num_stages == 1:
-            # Those that it was for have no block, while others sat it out for their sake: these then.
-            batch = Batch(worker.predict_ns, room)
-            batch.take_decodes(running.decoding)
-            plan = self._commit(worker, micro_batch, batch, now_ns, start_ns)
-        return plan
+        self._policy.fill(
+            batch, Running(decoding=decoding, prefilling=running.prefilling), self._admissible(worker, now_ns)
+        )
+        if not batch.decodes and not batch.chunks:
+            return None
+        return self._commit(worker, micro_batch, batch, denied + _parked(worker), now_ns, start_ns)
 
     # --- how much
 
@@ -87,17 +91,21 @@ class Planner:
         """How much the worker's next iteration may hold, and the streams that it would carry. Takes nothing."""
         micro_batch = worker.next_micro_batch
         start_ns = worker.start_ns(micro_batch, now_ns)
-        return self._room(worker, micro_batch, start_ns, self._running(worker, start_ns).decoding)
+        room, decoding, _ = self._room(worker, micro_batch, start_ns, self._running(worker, start_ns).decoding)
+        return room, decoding
 
     def _room(
         self, worker: Worker, micro_batch: int, start_ns: int, decoding: list[Placement]
-    ) -> tuple[Room, list[Placement]]:
-        """How much the iteration may hold, and which streams it carries."""
+    ) -> tuple[Room, list[Placement], list[Placement]]:
+        """How much the iteration may hold, which streams it carries, and for which there is no block."""
         limits = self._limits
         others: list[Placement] = []
         if worker.num_stages > 1:
             dealt = deal(decoding, micro_batch, worker.num_stages, worker.ahead_ns(start_ns))
             decoding, others = dealt.own, dealt.others
+        decoding, denied = _with_blocks(worker.pool, decoding)
+        for placement in denied:
+            placement.slack_ns //= 2  # Its token comes from a later plan, which is to have as much time as this one.
         allowed_ns: float | None = None
         time_bound = Bound.DEADLINE
         max_tokens = worker.card.max_chunk_tokens
@@ -110,21 +118,22 @@ class Planner:
                 margin_ns=worker.margin.ns,
                 allowance_ns=limits.ring_allowance_ns,
                 lost_ns=limits.tbt_target_ns,
-                others=others,
+                others=others + denied,
             )
             decoding, allowed_ns = decodes.placements, decodes.allowed_ns
             if allowed_ns is None:
                 allowed_ns, time_bound = self._turn_ns(worker), Bound.TURN
         room = Room(
             max_tokens=max_tokens,
-            max_batched_tokens=min(limits.max_batched_tokens, worker.card.max_chunk_tokens),
+            max_batched_tokens=limits.max_batched_tokens,
+            max_chunk_tokens=worker.card.max_chunk_tokens,
             min_prefill_tokens=limits.min_prefill_tokens,
             tile_tokens=worker.roofline.device.tile_tokens,
             allowed_ns=allowed_ns,
             time_bound=time_bound,
             follows_prefill=worker.last_was_prefill[micro_batch],
         )
-        return room, decoding
+        return room, decoding, denied
 
     def _turn_ns(self, worker: Worker) -> float:
         """How long an iteration may take that carries no stream: a newcomer waits for its end."""
@@ -135,9 +144,10 @@ class Planner:
     # --- who
 
     def _running(self, worker: Worker, start_ns: int) -> Running:
+        """All that could run, but for prompts whose next token finds no block."""
+        pool = worker.pool
         decoding: list[Placement] = []
         prefilling: list[Candidate] = []
-        most = worker.card.max_chunk_tokens
         for request in worker.running:
             placement = request.placement
             assert placement is not None, "a running request has a placement"
@@ -145,7 +155,9 @@ class Planner:
             if placement.is_parked:
                 continue
             if start < placement.prefill_len:
-                num_tokens = min(placement.prefill_len - start, most, _most_of(request))
+                if placement.needs_block and not pool.num_available:
+                    continue
+                num_tokens = min(placement.prefill_len - start, _most_of(request))
                 prefilling.append(Candidate(request, placement, start, num_tokens))
             elif start < request.max_len - 1:  # Its last token is never computed.
                 last = placement.last_flight
@@ -153,26 +165,31 @@ class Planner:
                 decoding.append(placement)
         return Running(decoding=decoding, prefilling=prefilling)
 
-    def _admissible(self, worker: Worker) -> Iterator[Candidate]:
+    def _admissible(self, worker: Worker, now_ns: int) -> Iterator[Candidate]:
         """Waiting requests that this worker should begin."""
-        for request, fit in self.placer.to_begin(worker, self._workers.values(), self._waiting):
+        for request, fit in self.placer.to_begin(worker, self.counted_on(now_ns), self._waiting):
             num_tokens = len(request.token_ids) - fit.num_cached_tokens
-            most = min(worker.card.max_chunk_tokens, _most_of(request))
-            yield Candidate(request, None, fit.num_cached_tokens, min(num_tokens, most))
+            yield Candidate(request, None, fit.num_cached_tokens, min(num_tokens, _most_of(request)))
 
     # --- taking it
 
     def _commit(
-        self, worker: Worker, micro_batch: int, batch: Batch, now_ns: int, start_ns: int
-    ) -> RunIteration | None:
-        """Take slots and blocks for the batch, as far as there are any, and make it a plan."""
+        self,
+        worker: Worker,
+        micro_batch: int,
+        batch: Batch,
+        denied: list[Placement],
+        now_ns: int,
+        start_ns: int,
+    ) -> RunIteration:
+        """Take slots and blocks for the batch, for prompts as far as there are any, and make it a plan."""
         introduced: list[NewRequest] = []
-        grown: list[GrownTable] = []
         # Newcomers first: of the blocks that they were found to share, none may be taken for others meanwhile.
         placed = [
             candidate.placement or self._place(candidate.request, worker, now_ns) for candidate, _ in batch.chunks
         ]
-        decodes = _take_decodes(batch, grown)
+        decodes = batch.decodes
+        grown = _take_decodes(decodes)
         chunks: list[Chunk] = []
         placements: list[Placement] = []
         sampled = decodes.copy()
@@ -192,8 +209,7 @@ class Planner:
             if chunk.is_sampled:
                 placement.micro_batch = micro_batch
                 sampled.append(placement)
-        if not decodes and not chunks:
-            return None
+        assert decodes or chunks, "the first of those that could run has its block"
         terms = worker.roofline.terms(batch.load)
         predicted_ns = int(worker.fit.predict_ns(terms))
         decode_ns = predicted_ns
@@ -218,7 +234,7 @@ class Planner:
             plan=plan,
             decodes=decodes,
             chunks=placements,
-            denied=self._denied(worker, batch.decodes, decodes),
+            denied=denied,
             sampled=sampled,
             terms=terms,
             decode_ns=decode_ns,
@@ -260,17 +276,6 @@ class Planner:
         request.placement = placement
         return placement
 
-    def _denied(self, worker: Worker, wanted: list[Placement], taken: list[Placement]) -> list[Placement]:
-        """The streams that stay out of an iteration for want of a block, their own or another's."""
-        denied: list[Placement] = []
-        if len(taken) < len(wanted):
-            running = set(taken)
-            denied = [placement for placement in wanted if placement not in running]
-        if worker.has_parked:
-            parked = (request.placed for request in worker.running if request.placed.is_parked)
-            denied += [placement for placement in parked if placement.is_decoding]
-        return denied
-
     def _take_chunk(self, placement: Placement, num_tokens: int) -> tuple[Chunk | None, tuple[BlockId, ...]]:
         """Take what the chunk needs: all of it, or of a smaller chunk where blocks are short, or nothing."""
         start = placement.num_planned
@@ -285,22 +290,42 @@ class Planner:
         return Chunk(placement.request.request_id, placement.slot, start, num_tokens, is_sampled), new_blocks
 
 
-def _take_decodes(batch: Batch, grown: list[GrownTable]) -> list[Placement]:
-    """Take a block for each stream whose next token needs one; the streams that have theirs. Where there is none, a
-    stream must wait."""
-    taken: list[Placement] = []
-    for placement in batch.decodes:
+def _with_blocks(pool: BlockPool, decoding: list[Placement]) -> tuple[list[Placement], list[Placement]]:
+    """The streams whose next token has a block or can take one, by rank, and the others."""
+    num_available = pool.num_available
+    if len(decoding) <= num_available:
+        return decoding, []
+    able: list[Placement] = []
+    denied: list[Placement] = []
+    for placement in decoding:
+        if placement.needs_block:
+            if not num_available:
+                denied.append(placement)
+                continue
+            num_available -= 1
+        able.append(placement)
+    return able, denied
+
+
+def _parked(worker: Worker) -> list[Placement]:
+    """The streams that stay out of an iteration because another is to have their blocks."""
+    if not worker.has_parked:
+        return []
+    return [it for request in worker.running if (it := request.placed).is_parked and it.is_decoding]
+
+
+def _take_decodes(decodes: list[Placement]) -> list[GrownTable]:
+    """Take a block for each stream whose next token needs one."""
+    grown: list[GrownTable] = []
+    for placement in decodes:
         start = placement.num_planned
         if start >= placement.room:
             num_tokens, new_blocks = _grow_table(placement, 1)
-            if num_tokens <= 0:
-                batch.load.remove_decode(start)
-                continue
+            assert num_tokens == 1, "streams without a block are left out"
             grown.append(GrownTable(placement.slot, new_blocks))
         placement.num_planned = start + 1
         placement.num_in_flight += 1
-        taken.append(placement)
-    return taken
+    return grown
 
 
 def _most_of(request: Request) -> int:
@@ -313,7 +338,7 @@ def _grow_table(placement: Placement, num_tokens: int) -> tuple[int, tuple[Block
     pool = placement.worker.pool
     table = placement.block_table
     num_needed = pool.blocks_for(placement.num_planned + num_tokens) - len(table)
-    num_available = pool.num_free - pool.num_reserved + placement.num_reserved
+    num_available = pool.num_available + placement.num_reserved
     if num_needed > num_available:
         num_needed = max(0, num_available)
         num_tokens = (len(table) + num_needed) * pool.block_size - placement.num_planned

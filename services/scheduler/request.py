@@ -56,6 +56,11 @@ class Placement:
     def is_decoding(self) -> bool:
         return self.num_planned >= self.prefill_len
 
+    @property
+    def needs_block(self) -> bool:
+        """Whether its next token needs a block that is neither in its table nor reserved for it."""
+        return self.num_planned >= self.room and not self.num_reserved
+
 
 LEAST_TWIN_TOKENS = 128
 """Of a prompt that one request reads while others with the same one wait to find it in the cache."""

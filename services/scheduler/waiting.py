@@ -33,10 +33,6 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Request]:
         return iter(self._requests)
 
-    @property
-    def first(self) -> Request | None:
-        return self._requests[0] if self._requests else None
-
     def add(self, request: Request) -> None:
         insort(self._requests, request, key=_rank)
         self._num_tokens += len(request.token_ids)

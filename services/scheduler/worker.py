@@ -4,6 +4,7 @@ import heapq
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import inf
 
 from common.cost.devices import DEVICES
 from common.cost.fit import Fit, SavedFit
@@ -13,7 +14,7 @@ from common.ids import Slot, WorkerId
 from common.messages.cards import WorkerCard
 from common.messages.plans import IterationDone, KeptIteration
 from common.traceparent import is_sampled
-from services.scheduler.account import Account
+from services.scheduler.account import Account, gap_ns, last_token
 from services.scheduler.events import Bound, RunIteration
 from services.scheduler.kv.blocks import BlockPool
 from services.scheduler.limits import Limits
@@ -26,6 +27,10 @@ MAX_KEPT_ITERATIONS = 8
 """Of a late gap, how many iterations' spans a plan asks for: the last ones."""
 MAX_KEPT_STREAMS = 8
 """For how many streams that were late together; with the bound above, 64 rows of 70 bytes in one plan."""
+SILENT_TIMES = 10.0
+"""Of what a plan was predicted to take, by how much it is overdue when its worker counts as silent."""
+LEAST_SILENT_NS = 1_000_000_000
+"""The least of that: pauses of machines and first runs of kernels are shorter, most of them."""
 PACE_SHARE = 0.05
 """Weight of the newest iteration in the running prefill rate."""
 
@@ -77,7 +82,7 @@ class Worker:
         self.epoch = 0
         self.next_iteration = 0
         self.num_refusals = 0  # in a row
-        self.num_gaps = 0  # between tokens of one stream, measured at the worker
+        self.num_gaps = 0  # between tokens of one stream, the later of which it brought
         self.num_late = 0  # of those, above the stream's target
         self._prefill_tokens = self._prefill_ns = 0.0  # of iterations full of prefill, the latest counting most
         self.kept: list[KeptIteration] = []  # to be told with the next plan
@@ -98,6 +103,14 @@ class Worker:
     @property
     def num_free_slots(self) -> int:
         return len(self._free_slots)
+
+    @property
+    def silent_from_ns(self) -> float:
+        """When it begins to count as silent, unless a result comes before; never while no plan is in flight."""
+        if not self.in_flight:
+            return inf
+        flight = self.in_flight[0]
+        return flight.end_ns + max(LEAST_SILENT_NS, SILENT_TIMES * flight.plan.predicted_ns)
 
     def turns(self, depth: int) -> list[int]:
         """Micro-batches with fewer than depth plans in flight, from the one whose turn it is."""
@@ -129,7 +142,8 @@ class Worker:
         return self.fit.predict_ns(self.roofline.terms(load))
 
     def observe(self, flight: InFlight, done: IterationDone, now_ns: int, limits: Limits) -> None:
-        """Learn from a result: the pace, whose gaps were late, and when the plans behind it will end."""
+        """Learn from a result that is in the account: the pace, whose gaps were late, and when the plans behind it will
+        end."""
         interval_ns = self._interval_ns(done)
         self.fit.learn(flight.terms, self.took_ns(done))
         self.last_finished_ns = done.finished_ns
@@ -141,11 +155,7 @@ class Worker:
             start_ns = self._start_ns(before, later.micro_batch, later.sent_ns)
             self._foresee(later, start_ns, before[-1].end_ns)
             before.append(later)
-        num_gaps, num_late = self._count_gaps(flight, done, limits.ring_allowance_ns)
-        self.num_gaps += num_gaps
-        self.num_late += num_late
-        if num_gaps and flight.plan.bound is Bound.DEADLINE:
-            self.margin.learn(num_late / num_gaps)
+        self._count_gaps(flight, limits.ring_allowance_ns)
 
     def took_ns(self, done: IterationDone) -> int:
         """How long the newest result's iteration took, as predict_ns would have it: all stages one after another."""
@@ -172,36 +182,46 @@ class Worker:
         flight.end_ns = max(start_ns + predicted_ns, before_ns + predicted_ns // self.num_stages)
         flight.interval_ns = flight.end_ns - max(before_ns, flight.sent_ns)
 
-    def _count_gaps(self, flight: InFlight, done: IterationDone, allowance_ns: int) -> tuple[int, int]:
-        """Gaps that end with this result, and how many of them are late."""
-        num_gaps = num_late = 0
-        finished_ns = done.finished_ns
+    def _count_gaps(self, flight: InFlight, allowance_ns: int) -> None:
+        """Count the gaps that end with a result, and the late ones among them; teach the margin by those of decodes."""
+        latest = self.account.latest
+        late: list[Placement] = []
+        num_gaps = 0
         for placement in flight.decodes:
-            if placement.tally is not None:
+            if (tally := placement.tally) is not None:
                 num_gaps += 1
-                gap_ns = finished_ns - placement.tally.finished_ns
-                num_late += gap_ns > placement.request.tbt_target_ns - allowance_ns
-        if num_late:
-            self._keep_iterations(flight, done, allowance_ns)
-        return num_gaps, num_late
+                if latest.finished_ns - tally.finished_ns > placement.request.tbt_target_ns - allowance_ns:
+                    late.append(placement)
+        if num_gaps and flight.plan.bound is Bound.DEADLINE:
+            self.margin.learn(len(late) / num_gaps)
+        # What was computed again brings its next token with a chunk. No margin would have made that gap shorter.
+        for placement in flight.sampled[len(flight.decodes) :]:
+            since = last_token(placement)
+            if since is not None and not placement.request.has_ended:
+                num_gaps += 1
+                if gap_ns(since, latest) > placement.request.tbt_target_ns - allowance_ns:
+                    late.append(placement)
+        self.num_gaps += num_gaps
+        self.num_late += len(late)
+        if late:
+            self._keep_iterations(late)
 
-    def _keep_iterations(self, flight: InFlight, done: IterationDone, allowance_ns: int) -> None:
+    def _keep_iterations(self, late: Iterable[Placement]) -> None:
         """Have the worker write spans of the iterations in a late gap, for each sampled stream that has one."""
+        latest = self.account.latest
         num_streams = 0
-        for placement in flight.decodes:
-            request, tally = placement.request, placement.tally
-            if tally is None or not is_sampled(request.arrived.traceparent):
+        for placement in late:
+            since, traceparent = last_token(placement), placement.request.arrived.traceparent
+            if since is None or not is_sampled(traceparent):
                 continue
-            if done.finished_ns - tally.finished_ns > request.tbt_target_ns - allowance_ns:
-                begun = tally.iteration + 1 if tally.epoch == done.epoch else 0
-                first = max(done.iteration - MAX_KEPT_ITERATIONS + 1, begun)
-                self.kept += [
-                    KeptIteration(done.epoch, iteration, request.arrived.traceparent)
-                    for iteration in range(first, done.iteration + 1)
-                ]
-                num_streams += 1
-                if num_streams == MAX_KEPT_STREAMS:
-                    break
+            is_here = (since.worker_order, since.epoch) == (latest.worker_order, latest.epoch)
+            first = max(latest.iteration - MAX_KEPT_ITERATIONS + 1, since.iteration + 1 if is_here else 0)
+            self.kept += [
+                KeptIteration(latest.epoch, iteration, traceparent) for iteration in range(first, latest.iteration + 1)
+            ]
+            num_streams += 1
+            if num_streams == MAX_KEPT_STREAMS:
+                break
         del self.kept[: -MAX_KEPT_ITERATIONS * MAX_KEPT_STREAMS]  # Of results between two plans, the latest.
 
     def take_slot(self) -> Slot:
@@ -225,10 +245,11 @@ class Worker:
             for placement in (request.placed for request in self.running)
         )
 
-    def num_blocks_promised(self) -> int:
-        """Free blocks, outside the reserve, that its prefilling requests will still take until their first token."""
+    def num_blocks_promised(self, requests: Iterable[Request]) -> int:
+        """Free blocks, outside the reserve, that those of requests that prefill will still take until their first
+        token."""
         promised = 0
-        for request in self.running:
+        for request in requests:
             placement = request.placed
             if not placement.is_decoding and not placement.is_pinned:
                 needed = self.pool.blocks_for(min(placement.prefill_len + 1, request.max_len - 1))

@@ -1,6 +1,6 @@
 """KV blocks of one worker: who holds which, what is free, and what free ones still remember."""
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -37,6 +37,11 @@ class BlockPool:
         """Blocks that nobody holds, reserved ones included."""
         return len(self._free) + len(self._remembered)
 
+    @property
+    def num_available(self) -> int:
+        """Free blocks that are not reserved."""
+        return self.num_free - self.num_reserved
+
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold num_tokens tokens."""
         return -(-num_tokens // self.block_size)
@@ -62,9 +67,18 @@ class BlockPool:
             num_free += self._num_holders[block] == 0
         return Match(num_blocks, num_free)
 
+    def find(self, hashes: Sequence[bytes]) -> list[BlockId]:
+        """The blocks of the leading hashes that are remembered."""
+        blocks: list[BlockId] = []
+        for block_hash in hashes:
+            if (block := self._block_of.get(block_hash)) is None:
+                break
+            blocks.append(block)
+        return blocks
+
     def share(self, hashes: Sequence[bytes]) -> list[BlockId]:
         """Hold the blocks of these hashes, all of which match has found."""
-        blocks = [self._block_of[block_hash] for block_hash in hashes]
+        blocks = self.find(hashes)
         for block in blocks:
             if self._num_holders[block] == 0:
                 del self._remembered[block]
@@ -90,6 +104,11 @@ class BlockPool:
                     self._free.append(block)
                 else:
                     self._remembered[block] = None
+
+    def num_held_alone(self, blocks: Sequence[BlockId]) -> int:
+        """Of blocks that some requests hold, each as often as they do, those that are free once all have given them
+        back."""
+        return sum([count == self._num_holders[block] for block, count in Counter(blocks).items()])
 
     def free_blocks(self) -> tuple[BlockId, ...]:
         """The free blocks, next to be taken first; for checks."""

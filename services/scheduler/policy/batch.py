@@ -64,6 +64,7 @@ class Room:
 
     max_tokens: int  # that prefill may fill it up to, decodes included
     max_batched_tokens: int  # of whole prompts
+    max_chunk_tokens: int  # that the worker takes, decodes included: no plan has more
     min_prefill_tokens: int  # what prefill gets when decodes leave nothing at all
     tile_tokens: int = 1  # the last tile of a matrix product costs as much full as not: more than two end with one
     allowed_ns: float | None = None  # how long it may take; None counts tokens alone
@@ -82,6 +83,16 @@ class Batch:
         self.bound = Bound.NOTHING
         self.room = room
         self._predict_ns = predict_ns
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that the worker takes beside those that are taken already."""
+        return self.room.max_chunk_tokens - self.load.num_tokens
+
+    @property
+    def num_batched_left(self) -> int:
+        """Tokens of whole prompts that may join those that are taken already."""
+        return self.room.max_batched_tokens - self.load.prefill_tokens
 
     def take_decodes(self, decoding: list[Placement]) -> None:
         """The next token of each of these running streams. They always fit."""
@@ -112,7 +123,7 @@ class Batch:
             fitting = largest_that(lambda num_tokens: self._ends_in_time(candidate, num_tokens), fitting)
         if fitting == candidate.num_tokens:
             return fitting
-        floor = min(candidate.num_tokens, room.min_prefill_tokens)
+        floor = min(candidate.num_tokens, room.min_prefill_tokens, self.num_left)
         if fitting == 0 and self.load.prefill_tokens == 0 and floor > 0:
             self.bound = Bound.FLOOR
             return floor
@@ -120,13 +131,17 @@ class Batch:
             self.bound = bound
         return self._aligned(fitting)
 
-    def fits_whole(self, candidate: Candidate) -> bool:
-        """Whether all of a prompt fits the bound on whole prompts. The first always does."""
-        num_batched = self.load.prefill_tokens
-        if not num_batched or num_batched + candidate.num_tokens <= self.room.max_batched_tokens:
-            return True
-        self.bound = Bound.TOKENS
-        return False
+    def whole_chunk(self, candidate: Candidate, most: int) -> int:
+        """All of a prompt, where that is no more than most and the worker takes it; else 0. The first always fits, cut
+        to what the worker takes beside the decodes."""
+        num_tokens = candidate.num_tokens
+        if self.load.prefill_tokens == 0:
+            num_tokens = min(num_tokens, self.num_left)
+        elif num_tokens > min(most, self.num_left):
+            num_tokens = 0
+        if num_tokens < candidate.num_tokens:
+            self.bound = Bound.TOKENS
+        return num_tokens
 
     def _ends_in_time(self, candidate: Candidate, num_tokens: int) -> bool:
         assert self.room.allowed_ns is not None

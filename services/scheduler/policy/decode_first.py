@@ -12,9 +12,10 @@ def fill(batch: Batch, running: Running, waiting: Iterable[Candidate]) -> None:
         return
     newcomers: Iterable[Candidate] = () if running.decoding else waiting
     for candidate in chain(running.prefilling, newcomers):
-        if not batch.fits_whole(candidate):
+        num_tokens = batch.whole_chunk(candidate, batch.num_batched_left)
+        if num_tokens == 0:
             break
-        batch.take_chunk(candidate, candidate.num_tokens)
+        batch.take_chunk(candidate, num_tokens)
 
 
 POLICY = Policy(name="decode_first", fill=fill, is_chunked=False)

@@ -10,9 +10,10 @@ from services.scheduler.policy.batch import Batch, Candidate, Policy, Running
 def fill(batch: Batch, running: Running, waiting: Iterable[Candidate]) -> None:
     batch.take_decodes(running.decoding)
     for candidate in chain(running.prefilling, waiting):
-        if batch.load.num_tokens + candidate.num_tokens > batch.room.max_tokens and batch.load.prefill_tokens:
+        num_tokens = batch.whole_chunk(candidate, batch.room.max_tokens - batch.load.num_tokens)
+        if num_tokens == 0:
             break
-        batch.take_chunk(candidate, candidate.num_tokens)
+        batch.take_chunk(candidate, num_tokens)
 
 
 POLICY = Policy(name="orca", fill=fill, is_chunked=False, reserves_max_len=True)

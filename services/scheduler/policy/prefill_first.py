@@ -9,9 +9,10 @@ from services.scheduler.policy.batch import Batch, Candidate, Policy, Running
 
 def fill(batch: Batch, running: Running, waiting: Iterable[Candidate]) -> None:
     for candidate in chain(running.prefilling, waiting):
-        if not batch.fits_whole(candidate):
+        num_tokens = batch.whole_chunk(candidate, batch.num_batched_left)
+        if num_tokens == 0:
             break
-        batch.take_chunk(candidate, candidate.num_tokens)
+        batch.take_chunk(candidate, num_tokens)
     if not batch.chunks:
         batch.take_decodes(running.decoding)
 

@@ -204,3 +204,50 @@ def test_a_refused_plan_leaves_no_gap_unexplained() -> None:
     world.refuse(worker_id)
     world.finish_iteration(idle_ns=10 * MS, took_ns=MS)
     assert last_gap(world, "a").plan_wait_ns >= 10 * MS
+
+
+def gaps_and_late(world: World) -> tuple[int, int]:
+    """How many gaps there were between tokens, and how many of them above the pool's target."""
+    gaps = [gap.total_ns for gaps in world.gaps.values() for gap in gaps]
+    return len(gaps), sum(gap_ns > world.core.limits.tbt_target_ns for gap_ns in gaps)
+
+
+def test_a_late_gap_over_a_preemption_counts() -> None:
+    world = World(token_budget=64, num_blocks=8, block_size=4, has_prefix_cache=False, tbt_target_ns=20 * MS)
+    for name in ("old", "new"):
+        world.arrive(name, prompt_len=12, max_tokens=18)
+    while any(world.plans.values()):
+        world.finish_iteration(idle_ns=0, took_ns=7 * MS)
+    assert gaps_and_late(world) == (34, 1), "that of the one that was preempted"
+    assert (world.core.num_gaps, world.core.num_late_gaps) == (34, 1)
+    assert world.core.workers[0].margin.num_observed == 0
+
+
+def test_a_late_gap_over_a_refused_plan_counts() -> None:
+    world = World(token_budget=64, tbt_target_ns=20 * MS, depth=2)
+    world.arrive("a", prompt_len=4, max_tokens=10, traceparent="00-1-2-01")
+    for _ in range(4):
+        world.finish_iteration(idle_ns=0, took_ns=7 * MS)
+    (worker_id,) = world.devices
+    world.now_ns += 30 * MS
+    world.refuse(worker_id)
+    world.drain()
+    assert gaps_and_late(world) == (9, 1)
+    assert (world.core.num_gaps, world.core.num_late_gaps) == (9, 1)
+    (plan,) = [plan for plan in world.iterations if plan.kept]
+    assert [(kept.epoch, kept.iteration) for kept in plan.kept] == [(1, 0)]
+
+
+def test_a_late_gap_over_the_loss_of_a_worker_counts() -> None:
+    world = World(token_budget=64, num_workers=2, tbt_target_ns=20 * MS)
+    world.arrive("a", prompt_len=4, max_tokens=10, traceparent="00-1-2-01")
+    (first,) = [WorkerId(worker) for worker, plans in world.plans.items() if plans]
+    for _ in range(4):
+        world.finish_iteration(first)
+    world.now_ns += 30 * MS
+    world.lose(first)
+    world.drain()
+    assert gaps_and_late(world) == (9, 1)
+    assert (world.core.num_gaps, world.core.num_late_gaps) == (9, 1)
+    (plan,) = [plan for plan in world.iterations if plan.kept]
+    assert [(kept.epoch, kept.iteration) for kept in plan.kept] == [(0, 0)]

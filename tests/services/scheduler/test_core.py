@@ -6,6 +6,7 @@ from common.ids import InstanceId, TokenizerId, WorkerId
 from common.messages.plans import PlanRefused
 from common.messages.requests import RequestRejected, Sampling
 from services.scheduler.events import DismissWorker, RequestPreempted, WorkerReported
+from services.scheduler.policy import POLICIES
 from tests.services.scheduler.world import World, token_at
 
 
@@ -28,6 +29,31 @@ def test_decodes_beyond_the_budget_all_run_and_prefill_still_gets_its_floor() ->
     world.finish_iteration()
 
     assert world.finish_iteration() == {"a": 1, "b": 1, "c": 1, "d": 1, "late": 2}
+
+
+@pytest.mark.parametrize("token_budget", [None, 4, 64])
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_no_plan_has_more_tokens_than_the_worker_takes(policy: str, token_budget: int | None) -> None:
+    """FakeDevice checks it, as workers do; here a prompt is as long as an iteration may be, and streams run beside."""
+    world = World(
+        policy=policy,
+        token_budget=token_budget,
+        tbt_target_ns=1_000,
+        min_prefill_tokens=16,
+        num_blocks=256,
+        max_num_slots=8,
+        max_chunk_tokens=10,
+        depth=2,
+    )
+    prompt_lens = {name: 10 if index % 2 else 30 for index, name in enumerate("abcdefgh")}
+    for name, prompt_len in prompt_lens.items():
+        world.arrive(name, prompt_len=prompt_len, max_tokens=60)
+        for _ in range(6):
+            world.finish_iteration()
+    world.drain()
+    assert max(plan.num_tokens for plan in world.iterations) <= 10
+    for name, prompt_len in prompt_lens.items():
+        assert world.output[name] == world.expected_output(name, prompt_len, 60)
 
 
 def test_a_steady_decode_batch_is_an_empty_plan() -> None:
@@ -151,6 +177,32 @@ def test_when_blocks_run_out_the_newest_request_is_preempted_and_recomputed(dept
     world.check_drained()
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_no_more_requests_give_way_than_blocks_are_needed(depth: int) -> None:
+    world = World(depth=depth, num_blocks=16, token_budget=64, overcommit=10.0, has_prefix_cache=False)
+    for name, prompt_len in (("a", 12), ("b", 11), ("c", 10), ("d", 9)):  # Each needs a block when no other does.
+        world.arrive(name, prompt_len=prompt_len, max_tokens=20)
+    while not (preempted := [effect for effect in world.effects if isinstance(effect, RequestPreempted)]):
+        world.finish_iteration()
+
+    assert [effect.request_id for effect in preempted] == ["d"]
+    all_stream = next(number for number, plan in enumerate(world.iterations) if len(plan.decodes) == 4)
+    assert all(len(plan.decodes) >= 3 for plan in world.iterations[all_stream:])
+
+
+def test_nobody_gives_way_to_one_that_came_later() -> None:
+    world = World(num_blocks=16, token_budget=64, overcommit=10.0, has_prefix_cache=False)
+    for name, prompt_len in (("a", 9), ("b", 10), ("c", 11), ("d", 12)):  # The last one needs a block first.
+        world.arrive(name, prompt_len=prompt_len, max_tokens=20)
+    world.drain()
+
+    preempted = [effect for effect in world.effects if isinstance(effect, RequestPreempted)]
+    assert preempted
+    assert all(effect.request_id > effect.for_request_id for effect in preempted)
+    for name, prompt_len in (("a", 9), ("b", 10), ("c", 11), ("d", 12)):
+        assert world.output[name] == world.expected_output(name, prompt_len, 20)
+
+
 def test_a_request_that_fills_the_whole_pool_runs() -> None:
     world = World(num_blocks=4)  # 16 tokens
     world.arrive("full", prompt_len=10, max_tokens=7)  # its last token needs no KV
@@ -258,6 +310,38 @@ def test_a_request_that_takes_its_workers_down_fails_alone() -> None:
 
     assert world.reason("deadly") == "error"
     assert world.reason("harmless") == "length"
+
+
+@pytest.mark.parametrize("is_preempted", [False, True])
+def test_a_stream_that_no_worker_can_hold_any_more_ends_after_a_while(is_preempted: bool) -> None:
+    world = World(token_budget=64, max_running=1, num_blocks=16, plan_timeout_ns=10**12)
+    world.arrive("large", prompt_len=40, max_tokens=20)
+    for _ in range(5):
+        world.finish_iteration()
+    if is_preempted:
+        world.arrive("urgent", prompt_len=4, max_tokens=40, priority=-1)
+        world.finish_iteration()
+    world.wait(100)
+    world.lose(next(iter(world.devices)))
+    world.wait(50)
+    world.join(num_blocks=12)
+    world.drain()
+    assert "large" not in world.terminals, "a larger one may come"
+    world.wait(11)
+    assert world.reason("large") == "error"
+    assert world.core.num_open == 0
+
+
+def test_a_stream_that_lost_its_worker_waits_for_another_no_longer_than_newcomers_do() -> None:
+    world = World(token_budget=64)
+    world.arrive("a", prompt_len=4, max_tokens=20)
+    for _ in range(3):
+        world.finish_iteration()
+    world.lose(next(iter(world.devices)))
+    world.wait(59)
+    assert "a" not in world.terminals
+    world.wait(2)
+    assert world.reason("a") == "error"
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -118,6 +118,42 @@ def test_a_patient_stream_gives_no_iteration_more_than_the_pools_target_when_oth
     assert decodes.allowed_ns == 100 * MS
 
 
+def test_a_stream_without_a_block_makes_nobody_sit_out() -> None:
+    world = World(token_budget=None, num_blocks=12, has_prefix_cache=False, overcommit=10.0, tbt_target_ns=10_000 * MS)
+    (worker,) = world.core.workers
+    two_ms, three_ms = (worker.predict_ns(decodes_of(num_decodes)) / MS for num_decodes in (2, 3))
+    world.arrive("patient", prompt_len=9, max_tokens=30)
+    world.arrive("hasty", prompt_len=9, max_tokens=30, tbt_target_ms=2 * three_ms)
+    world.arrive("tight", prompt_len=9, max_tokens=30, tbt_target_ms=(two_ms + three_ms) / 2)
+    while not worker.in_flight[0].denied:
+        world.finish_iteration(idle_ns=0)
+
+    (flight,) = worker.in_flight
+    assert [placement.request.request_id for placement in flight.denied] == ["tight"]
+    assert [decode.request_id for decode in flight.plan.decodes] == ["patient", "hasty"]
+    assert world.core.budget(worker, world.now_ns).num_decodes == 2
+
+
+def decodes_of(num_decodes: int) -> Load:
+    load = Load()
+    load.add_decodes(num_decodes, 12 * num_decodes)
+    return load
+
+
+def test_an_iteration_leaves_half_of_its_time_to_a_stream_that_waits_for_a_block() -> None:
+    world = World(token_budget=None, num_blocks=8, has_prefix_cache=False, overcommit=10.0, tbt_target_ns=10_000 * MS)
+    (worker,) = world.core.workers
+    world.arrive("patient", prompt_len=9, max_tokens=20)
+    world.arrive("waiting", prompt_len=11, max_tokens=18, tbt_target_ms=300)
+    while not worker.in_flight[0].denied:
+        world.finish_iteration(idle_ns=0)
+
+    (flight,) = worker.in_flight
+    assert [placement.request.request_id for placement in flight.denied] == ["waiting"]
+    assert flight.plan.allowed_ns is not None
+    assert 75 * MS <= flight.plan.allowed_ns <= 150 * MS
+
+
 def test_the_margin_takes_at_most_half_of_what_decodes_leave() -> None:
     decodes = choose_decodes([stream(50)], ten_ms_each, margin_ns=1000 * MS, allowance_ns=4 * MS, lost_ns=1000 * MS)
     assert decodes.allowed_ns == (50 - 4 - 18) * MS
@@ -143,6 +179,7 @@ def test_a_chunk_is_the_largest_that_ends_in_time(
     room = Room(
         max_tokens=max_tokens,
         max_batched_tokens=10**6,
+        max_chunk_tokens=10**6,
         min_prefill_tokens=floor,
         tile_tokens=64,
         allowed_ns=float(allowed_ms * MS),

@@ -19,8 +19,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     """Arrivals, cancellations, stops, losses, refusals and results in any order, over tiny KV pools.
 
     World checks after every event that each block is free or held once, that no plan reads or writes what is not its
-    request's, that no token comes twice, out of order, or after an end, that the parts of every gap sum to it, and that
-    of each stream only plans of one micro-batch are in flight.
+    request's, that none computes more tokens than its worker takes, that no token comes twice, out of order, or after
+    an end, that the parts of every gap sum to it, and that of each stream only plans of one micro-batch are in flight.
     """
 
     num_stages = 1  # of each worker
@@ -34,6 +34,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy=st.sampled_from(sorted(POLICIES)),
         has_prefix_cache=st.booleans(),
         max_preemptions=st.integers(0, 3),
+        max_chunk_tokens=st.integers(6, 48),
     )
     def begin(
         self,
@@ -45,6 +46,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy: str,
         has_prefix_cache: bool,
         max_preemptions: int,
+        max_chunk_tokens: int,
     ) -> None:
         self.world = World(
             depth=depth,
@@ -56,6 +58,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             token_budget=token_budget,
             max_running=max_running,
             max_num_slots=6,
+            max_chunk_tokens=max_chunk_tokens,
             pipeline_parallel=self.num_stages,
             max_losses=10**6,
             max_refusals=10**6,
@@ -66,6 +69,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.max_preemptions = max_preemptions
         self.prompts: dict[str, int] = {}
         self.most: dict[str, int] = {}
+        self.ranks: dict[str, tuple[int, int]] = {}
         self.cancelled: set[str] = set()
         self.num_checked = 0
         self.watch()
@@ -88,6 +92,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         name = f"request-{len(self.prompts)}"
         stops = () if stop_at is None else (token_at(name, prompt_len + stop_at),)
         self.prompts[name], self.most[name] = prompt_len, max_tokens
+        self.ranks[name] = (priority, len(self.ranks))
         sampling = Sampling(temperature=0, stop_token_ids=stops)
         self.world.arrive(
             name,
@@ -150,8 +155,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         world = self.world
         world.drain(DRAINED)
         world.check_drained()
-        preemptions = Counter(effect.request_id for effect in world.effects if isinstance(effect, RequestPreempted))
-        assert max(preemptions.values(), default=0) <= self.max_preemptions
+        preempted = [effect for effect in world.effects if isinstance(effect, RequestPreempted)]
+        assert max(Counter(effect.request_id for effect in preempted).values(), default=0) <= self.max_preemptions
+        for effect in preempted:
+            assert self.ranks[effect.request_id] > self.ranks[effect.for_request_id], "nobody gives way to a later one"
         for name, prompt_len in self.prompts.items():
             if name in world.stopped:
                 continue

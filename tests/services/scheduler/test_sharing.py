@@ -2,6 +2,7 @@
 
 import pytest
 
+from common.ids import WorkerId
 from common.messages.requests import RequestEnded, RequestRejected
 from services.scheduler.events import RequestPreempted
 from tests.services.scheduler.world import World
@@ -124,6 +125,53 @@ def test_a_request_reads_its_prefix_again_elsewhere_when_prompts_keep_its_holder
     assert {p.worker_id for p in world.iterations for c in p.chunks if c.request_id == "second"} != {holder}
 
 
+def test_who_waits_does_not_count_on_a_silent_worker_when_another_has_room() -> None:
+    world = World(num_workers=2, token_budget=64)
+    for name in ("a", "b", "c"):
+        world.arrive(name, prompt_len=4, max_tokens=100)
+    silent, busy = (worker.worker_id for worker in world.core.workers)
+    for _ in range(4):
+        world.finish_iteration(silent)
+        world.finish_iteration(busy)
+    if len(world.core.workers[0].running) > 1:
+        silent, busy = busy, silent  # The emptier one.
+    world.arrive("newcomer", prompt_len=4, max_tokens=3)
+    for _ in range(20):
+        world.finish_iteration(busy, took_ns=100_000_000)  # Two seconds in all; the other one says nothing.
+
+    assert "newcomer" in world.terminals
+    assert {plan.worker_id for plan in world.iterations for it in plan.chunks if it.request_id == "newcomer"} == {busy}
+    world.arrive("later", prompt_len=4, max_tokens=3)
+    world.finish_iteration(silent)  # It was slow, no more.
+    assert {plan.worker_id for plan in world.iterations for it in plan.chunks if it.request_id == "later"} == {silent}
+    world.drain()
+
+
+def test_who_waits_for_a_silent_worker_begins_elsewhere_though_nothing_else_happens() -> None:
+    world = World(num_workers=2, token_budget=64)
+    world.arrive("first", prompt_len=41, tokens=[*PREFIX, 1], max_tokens=100)
+    world.finish_iteration()
+    world.finish_iteration()
+    (silent,) = {plan.worker_id for plan in world.iterations}
+    world.arrive("second", prompt_len=41, tokens=[*PREFIX, 2], max_tokens=2)
+    assert world.core.num_waiting == 1, "for the one that has its prefix"
+    world.wait(0.9)
+    assert world.core.num_waiting == 1
+    world.wait(0.9)
+    assert world.core.num_waiting == 0
+    assert world.iterations[-1].worker_id != silent
+    world.drain()
+
+
+def test_a_lone_worker_is_counted_on_whatever_it_does() -> None:
+    world = World(token_budget=64)
+    world.arrive("first", prompt_len=4, max_tokens=4)
+    world.wait(10)
+    world.arrive("second", prompt_len=4, max_tokens=4)
+    world.drain()
+    assert world.output["second"] == world.expected_output("second", 4, 4)
+
+
 def test_a_short_prompt_is_not_stuck_behind_a_long_one() -> None:
     world = World(token_budget=16, num_blocks=256)
     world.arrive("long", prompt_len=800, max_tokens=2)
@@ -132,6 +180,17 @@ def test_a_short_prompt_is_not_stuck_behind_a_long_one() -> None:
     world.finish_iteration()
 
     assert world.finish_iteration() == {"long": 8, "short": 8}
+
+
+def test_a_short_prompt_is_not_stuck_behind_one_that_fills_all_that_the_worker_takes() -> None:
+    world = World(token_budget=None, tbt_target_ns=10**10, num_blocks=256, max_chunk_tokens=16)
+    world.arrive("long", prompt_len=800, max_tokens=2)
+    world.finish_iteration()
+    world.arrive("short", prompt_len=8, max_tokens=2)
+    world.finish_iteration()
+
+    assert world.finish_iteration() == {"long": 8, "short": 8}
+    assert world.core.workers[0].prefill_tokens_per_s > 0, "iterations full of prefill say how fast it is"
 
 
 @pytest.mark.parametrize("num_short", [1, 5, 14])
@@ -173,6 +232,62 @@ def test_an_urgent_request_takes_the_place_of_one_of_lower_priority_and_the_effe
     assert preempted.num_tokens >= 4
     assert next(iter(world.terminals)) == "urgent"
     assert world.output["batch"] == world.expected_output("batch", 4, 20)
+
+
+def two_unlike_workers(num_blocks: int) -> tuple[World, WorkerId, WorkerId]:
+    """One holds 256 tokens, the other num_blocks blocks of four, and on that one runs the worst-ranked request."""
+    world = World(num_workers=1, token_budget=32, has_prefix_cache=False)
+    other = world.join(num_blocks=num_blocks)
+    world.arrive("standard", prompt_len=150, max_tokens=100, priority=4)
+    large = world.iterations[-1].worker_id
+    assert large != other
+    return world, large, other
+
+
+def preempted_for(world: World, name: str) -> list[str]:
+    return [it.request_id for it in world.effects if isinstance(it, RequestPreempted) and it.for_request_id == name]
+
+
+def test_an_urgent_request_takes_a_place_where_it_fits_though_a_worse_one_runs_where_it_does_not() -> None:
+    world, _, _ = two_unlike_workers(num_blocks=20)
+    world.arrive("batch", prompt_len=4, max_tokens=40, priority=5)
+    world.arrive("urgent", prompt_len=150, max_tokens=20, priority=-5)
+    world.drain()
+
+    assert preempted_for(world, "urgent") == ["standard"]
+    assert next(iter(world.terminals)) in ("urgent", "batch")
+    for name, prompt_len, max_tokens in (("standard", 150, 100), ("batch", 4, 40), ("urgent", 150, 20)):
+        assert world.output[name] == world.expected_output(name, prompt_len, max_tokens)
+
+
+def test_nobody_gives_way_where_that_makes_no_room_for_the_urgent_one() -> None:
+    world, large, other = two_unlike_workers(num_blocks=50)
+    world.arrive("batch", prompt_len=4, max_tokens=60, priority=5)
+    world.arrive("kept", prompt_len=120, max_tokens=60, priority=-6)
+    for _ in range(8):
+        for worker_id in (large, other):
+            world.finish_iteration(worker_id)
+    on_other = {request.request_id for request in world.core.workers[1].running}
+    assert on_other == {"kept", "batch"}
+    world.arrive("urgent", prompt_len=150, max_tokens=20, priority=-5)
+    world.drain()
+
+    assert preempted_for(world, "urgent") == ["standard"]
+
+
+def test_one_that_no_worker_can_hold_keeps_no_urgent_one_waiting() -> None:
+    world = World(num_workers=1, token_budget=64, max_running=1)
+    world.arrive("stranded", prompt_len=150, max_tokens=20, priority=-9)
+    for _ in range(4):
+        world.finish_iteration()
+    world.lose(next(iter(world.devices)))
+    world.join(num_blocks=20)
+    world.arrive("batch", prompt_len=4, max_tokens=60, priority=5)
+    world.arrive("urgent", prompt_len=4, max_tokens=4, priority=-5)
+    world.drain()
+
+    assert preempted_for(world, "urgent") == ["batch"]
+    assert list(world.terminals) == ["urgent", "batch"]
 
 
 def test_equal_priority_never_preempts_for_a_place() -> None:

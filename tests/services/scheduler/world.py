@@ -110,6 +110,7 @@ class FakeDevice:
         work = [(slot, self.residents[slot].num_computed, 1, True) for slot in self.decoding]
         work += [(chunk.slot, chunk.start, chunk.num_tokens, chunk.is_sampled) for chunk in plan.chunks]
         assert len({slot for slot, *_ in work}) == len(work), "one row for each slot"
+        assert sum(num_tokens for _, _, num_tokens, _ in work) <= self.card.max_chunk_tokens, "no more than it takes"
         rows, sampled = [], []
         for slot, start, num_tokens, is_sampled in work:
             resident = self.residents[slot]
@@ -148,6 +149,7 @@ class World:
         num_blocks: int = 64,
         num_workers: int = 1,
         max_num_slots: int = 16,
+        max_chunk_tokens: int = 2048,
         pipeline_parallel: int = 1,
         make_device: "Callable[[WorkerCard], Device] | None" = None,
         **limits: float | str | None,
@@ -161,6 +163,7 @@ class World:
         self.core = SchedulerCore(Limits(**(settings | limits)))  # type: ignore[arg-type]
         self.model = ModelCard(name="tiny", max_model_len=4096, vocab_size=2000, eos_token_ids=(EOS,))
         self.block_size, self.num_blocks, self.max_num_slots = block_size, num_blocks, max_num_slots
+        self.max_chunk_tokens = max_chunk_tokens
         self.pipeline_parallel = pipeline_parallel
         self.now_ns = 0
         self._make_device = make_device or FakeDevice
@@ -221,7 +224,7 @@ class World:
             block_size=self.block_size,
             num_blocks=self.num_blocks if num_blocks is None else num_blocks,
             max_num_slots=self.max_num_slots,
-            max_chunk_tokens=2048,
+            max_chunk_tokens=self.max_chunk_tokens,
             profile=profile,
         )
         self.devices[worker_id] = self._make_device(card)
