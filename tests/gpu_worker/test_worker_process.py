@@ -30,6 +30,7 @@ from common.wire.zmq_link import Sockets
 from common.wire.zmq_socket import LinkSettings
 from tests.gpu_worker.hf import TINY_VOCAB_SIZE, hf_greedy, tiny_llama
 from tests.gpu_worker.world import prompt
+from tests.ports import free_address
 
 START_TIMEOUT_S = 30
 STOP_TIMEOUT_S = 20
@@ -68,20 +69,12 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
     """One process for several tests: each binds the address anew, so each is a reconnect as well."""
     path = tmp_path_factory.mktemp("llama")
     model = tiny_llama(path, groups=3)
-    address = asyncio.run(free_address())
+    address = free_address()
     process = start(address, path)
     yield Worker(process, address, model)
     process.send_signal(signal.SIGTERM)
     assert process.wait(STOP_TIMEOUT_S) == 0, end(process)
     end(process)
-
-
-async def free_address() -> str:
-    """Return an address that nobody binds now."""
-    sockets = Sockets(LinkSettings())
-    address = sockets.bind("tcp://127.0.0.1:*", scheduler_endpoint(Mailbox())).address
-    sockets.close()
-    return address
 
 
 def scheduler_endpoint(mailbox: Mailbox) -> Endpoint:
@@ -287,7 +280,7 @@ def test_readiness_follows_the_scheduler_and_a_signal_ends_the_process(tmp_path:
     tiny_llama(tmp_path)
 
     async def test() -> None:
-        process = start(address := await free_address(), tmp_path)
+        process = start(address := free_address(), tmp_path)
         try:
             assert process.stderr is not None
             started = json.loads(await asyncio.to_thread(process.stderr.readline))
@@ -362,7 +355,7 @@ def test_a_bug_in_the_forward_pass_ends_the_process_loudly(tmp_path: Path) -> No
     tiny_llama(tmp_path, max_position_embeddings=300)
 
     async def test() -> None:
-        process = start(address := await free_address(), tmp_path, program=("-c", BROKEN))
+        process = start(address := free_address(), tmp_path, program=("-c", BROKEN))
         try:
             async with scheduler_at(address) as scheduler:
                 await scheduler.connected()

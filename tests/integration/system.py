@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import requests
+
+from tests.ports import free_port
 
 START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 70.0
@@ -214,12 +215,6 @@ def wait_until(condition: Any, timeout_s: float, what: str, describe: Any = lamb
     while not condition():
         assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}\n{describe()}"
         time.sleep(0.05)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def _pump(stream: Any, take: Any) -> None:

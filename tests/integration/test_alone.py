@@ -9,8 +9,9 @@ from collections.abc import Iterator
 import pytest
 import requests
 
-from tests.integration.system import free_port, wait_until
+from tests.integration.system import wait_until
 from tests.integration.tiny import tiny_model
+from tests.ports import free_port
 
 
 @pytest.fixture(scope="module")

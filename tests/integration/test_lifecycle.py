@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.system import System, free_port, running, wait_until
+from tests.integration.system import System, running, wait_until
 from tests.integration.tiny import tiny_model
+from tests.ports import free_port
 
 QUICK = {"LEGATO_PROFILE_SECONDS": "0.3"}
 IDLE_S = 3.0
