@@ -52,7 +52,8 @@ END_TIMEOUT_S = 60
 TEST_TIMEOUT_S = 200
 """Of a test as a whole: on a busy machine two processes take half a minute to import torch."""
 HOST_RANKS = ("-m", "tests.gpu_worker.host_ranks")
-HEARTBEAT = ["--heartbeat-timeout-ms", "1000"]
+HEARTBEAT = ["--heartbeat-timeout-ms", "5000"]
+"""Long enough that a process which merely has to wait for a core does not seem silent."""
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:

@@ -16,6 +16,7 @@ from common.ids import Slot
 from common.messages.plans import Plan, PlanChunk, PlanRefused
 from common.wire.link import PeerGone
 from tests.gpu_worker.test_worker_process import (
+    NUM_FLOOD_PLANS,
     STOP_TIMEOUT_S,
     end,
     fetch,
@@ -107,7 +108,7 @@ def test_a_scheduler_that_floods_the_worker_is_cut_off_and_may_come_back(address
             await scheduler.connected()
             scheduler.peer.send(opening())
             with suppress(PeerGone):  # A worker may be quicker than the flood.
-                for iteration in range(1, 60):
+                for iteration in range(1, NUM_FLOOD_PLANS):
                     scheduler.peer.send(Plan(epoch=1, iteration=iteration))
             assert await scheduler.lost() == f"more than {MAX_QUEUED_PLANS} plans wait for the device"
             await scheduler.connected()

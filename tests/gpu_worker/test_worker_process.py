@@ -32,9 +32,13 @@ from tests.gpu_worker.hf import TINY_VOCAB_SIZE, hf_greedy, tiny_llama
 from tests.gpu_worker.world import prompt
 from tests.ports import free_address
 
-START_TIMEOUT_S = 30
-STOP_TIMEOUT_S = 20
+START_TIMEOUT_S = 120
+"""Of a test with the process that it starts: on a busy machine that takes half a minute to import torch."""
+STOP_TIMEOUT_S = 60
 KV_TOKENS = 400
+NUM_FLOOD_PLANS = 100
+"""Far more than may wait, so that they are too many even if their sender has to stop now and then; fewer than the
+sender's socket holds."""
 OPTIONS = ["--kv-tokens", str(KV_TOKENS), "--max-num-slots", "8", "--max-chunk-tokens", "64", "--threads", "1"]
 OPTIONS += ["--profile-seconds", "0.05", "--dtype", "float32", "--served-model-name", "tiny", "--max-queued-plans", "8"]
 
@@ -255,7 +259,7 @@ def test_a_scheduler_that_floods_the_worker_is_cut_off_and_may_come_back(worker:
             await scheduler.connected()
             tokens = prompt(60)
             with suppress(PeerGone):  # A worker may be quicker than the flood.
-                for iteration in range(40):
+                for iteration in range(NUM_FLOOD_PLANS):
                     slot = Slot(iteration % 8)
                     released = (slot,) if iteration >= 8 else ()
                     chunk = PlanChunk(slot, 0, 60, is_sampled=True)
