@@ -230,7 +230,11 @@ def test_keys_guard_every_route_but_health() -> None:
 def test_every_wait_has_a_bound_and_says_which_it_is() -> None:
     async def test() -> None:
         async with world(
-            queue_timeout_s=0.3, call_timeout_s=0.3, body_timeout_s=0.3, first_request_timeout_s=0.3
+            # The last one bounds every call here that needs a connection.
+            queue_timeout_s=0.3,
+            call_timeout_s=0.3,
+            body_timeout_s=0.3,
+            first_request_timeout_s=3,
         ) as here:
             asked = asyncio.create_task(here.complete(n=2))
             submit = await here.tokenizer.submitted()

@@ -24,7 +24,7 @@ from tests.ports import free_address
 from tests.services.tokenizer.world import pool_card
 
 T = TypeVar("T")
-MAX_WAIT_S = 20.0
+MAX_WAIT_S = 60.0
 
 
 def endpoint(role: Role, peer: Role, mailbox: Mailbox, window: int = DEFAULT_WINDOW) -> Endpoint:
