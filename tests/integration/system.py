@@ -18,11 +18,11 @@ import requests
 
 from tests.ports import free_port
 
-START_TIMEOUT_S = 90.0
+START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 70.0
-ORPHAN_TIMEOUT_S = 10.0
+ORPHAN_TIMEOUT_S = 30.0
 """For processes of a system that has ended."""
-SETTLE_TIMEOUT_S = 30.0
+SETTLE_TIMEOUT_S = 60.0
 HTTP_TIMEOUT_S = 120.0
 
 
