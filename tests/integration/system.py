@@ -23,7 +23,10 @@ STOP_TIMEOUT_S = 70.0
 ORPHAN_TIMEOUT_S = 30.0
 """For processes of a system that has ended."""
 SETTLE_TIMEOUT_S = 60.0
-HTTP_TIMEOUT_S = 120.0
+HTTP_TIMEOUT_S = 280.0
+HEARTBEAT_TIMEOUT_MS = 10_000
+"""A machine that stands still for some seconds must not look like a process that is lost; one that is killed is seen at
+once all the same."""
 
 
 class System:
@@ -44,6 +47,7 @@ class System:
                 **os.environ,
                 "LEGATO_FITS": self._fits.name,
                 "LEGATO_RECORDINGS": f"{self._fits.name}/recordings",
+                "LEGATO_HEARTBEAT_TIMEOUT_MS": str(HEARTBEAT_TIMEOUT_MS),
                 **(environ or {}),
             },
         )
