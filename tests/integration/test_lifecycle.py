@@ -144,7 +144,8 @@ def test_an_idle_system_uses_no_cpu_to_speak_of(pair: System) -> None:
     before = pair.cpu_seconds()
     time.sleep(IDLE_S)
     used = pair.cpu_seconds() - before
-    assert used < 0.05 * IDLE_S, f"{used:.2f} s of CPU in {IDLE_S:g} s without a request"
+    # Measured: an eighth of that. A process that polls without a pause takes ten times as much.
+    assert used < 0.1 * IDLE_S, f"{used:.2f} s of CPU in {IDLE_S:g} s without a request"
 
 
 def test_a_port_that_is_taken_ends_the_system_with_a_message(model: Path) -> None:
