@@ -23,7 +23,8 @@ STOP_TIMEOUT_S = 70.0
 ORPHAN_TIMEOUT_S = 30.0
 """For processes of a system that has ended."""
 SETTLE_TIMEOUT_S = 60.0
-HTTP_TIMEOUT_S = 280.0
+HTTP_TIMEOUT_S = 600.0
+"""Longer than most tests may take: a prompt of 4,000 tokens beside seven others has taken minutes on half a core."""
 HEARTBEAT_TIMEOUT_MS = 10_000
 """A machine that stands still for some seconds must not look like a process that is lost; one that is killed is seen at
 once all the same."""
