@@ -27,7 +27,7 @@ from gpu_worker.parallel.layout import Layout
 from gpu_worker.parallel.shard import shard
 from gpu_worker.slots import Limits, Row
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 """How long ranks wait for each other."""
 CONFIG = ModelConfig(
     num_layers=4,

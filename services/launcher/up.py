@@ -4,7 +4,6 @@ import asyncio
 import dataclasses
 import os
 import signal
-import socket
 import sys
 import time
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import uvloop
 from common.config import flag_of
 from common.ids import new_instance_id
 from common.models import ModelNotFound, find_model
+from common.ports import LOOPBACK, free_ports
 from common.supervision import supervised_environ
 from common.telemetry import set_up_logging
 from services.launcher.config import UpConfig
@@ -96,16 +96,16 @@ async def _serve(config: UpConfig, config_file: str | None, model_name: str) -> 
 def ring_of(config: UpConfig, config_file: str | None) -> Ring:
     """Every process with its options. Ports between them are free ones of the loopback interface, the same for each
     life of a process."""
-    admin_address, scheduler_address, *tokenizer_addresses = _free_addresses(2 + config.tokenizers)
-    admin_host, admin_port = admin_address.removeprefix("tcp://").split(":")
+    admin_port, *ports = free_ports(2 + config.tokenizers)
+    scheduler_address, *tokenizer_addresses = (f"tcp://{LOOPBACK}:{port}" for port in ports)
     shared = [
         *_given(config, "log_level", "log_format", "otlp_endpoint"),
         *(("--config", config_file) if config_file else ()),
     ]
-    shared += ["--admin-host", admin_host]
+    shared += ["--admin-host", LOOPBACK]
     gateway = ["--host", config.host, "--port", str(config.port), "--tokenizers", ",".join(tokenizer_addresses)]
-    gateway += ["--scheduler-admin", f"http://{admin_host}:{admin_port}", "--admin-port", "0"]
-    scheduler = ["--bind", scheduler_address, "--admin-port", admin_port]
+    gateway += ["--scheduler-admin", f"http://{LOOPBACK}:{admin_port}", "--admin-port", "0"]
+    scheduler = ["--bind", scheduler_address, "--admin-port", str(admin_port)]
     scheduler += _given(config, "tbt_target_ms", "policy", "token_budget", "depth")
     worker = ["--scheduler", scheduler_address, "--model", config.model, "--admin-port", "0"]
     worker += _given(config, "served_model_name", "device", "profile", "dtype", "kv_tokens", "tp", "pp")
@@ -118,7 +118,7 @@ def ring_of(config: UpConfig, config_file: str | None) -> Ring:
         return Child(name, legato_argv(command, [*flags, *shared]), supervised_environ())
 
     return Ring(
-        scheduler_admin=f"http://{admin_host}:{admin_port}",
+        scheduler_admin=f"http://{LOOPBACK}:{admin_port}",
         gateway=child("gateway", "gateway", gateway),
         tokenizers=[
             child(
@@ -173,12 +173,3 @@ async def _announce(config: UpConfig, model_name: str, scheduler_admin: str) -> 
         "Ctrl-C stops it.\n",
         flush=True,
     )
-
-
-def _free_addresses(count: int) -> list[str]:
-    """Addresses of free loopback ports. All are held until the last is found, so that none comes twice."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    addresses = [f"tcp://127.0.0.1:{listener.getsockname()[1]}" for listener in sockets]
-    for listener in sockets:
-        listener.close()
-    return addresses

@@ -19,8 +19,9 @@ from common.ids import Slot
 from common.messages import Plan
 from common.messages.plans import PlanChunk
 from tests.gpu_worker.test_parallel_process import ranks
-from tests.gpu_worker.test_worker_process import Scheduler, free_address, new, scheduler_at
+from tests.gpu_worker.test_worker_process import Scheduler, new, scheduler_at
 from tests.gpu_worker.world import prompt
+from tests.ports import free_address
 
 NUM_STREAMS = 8
 PROMPT_LEN = 16
@@ -101,7 +102,7 @@ async def main() -> None:
             ("tp 2", ("--tp", "2"), (1,)),
             ("pp 2", ("--pp", "2"), (1, 2)),
         ):
-            address = await free_address()
+            address = free_address()
             with ranks(address, Path(directory), *own, *flags):
                 async with scheduler_at(address) as scheduler:
                     await scheduler.connected()

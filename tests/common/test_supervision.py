@@ -14,19 +14,18 @@ from common.messages.links import Role
 TIMEOUT_S = 30.0
 
 CHILD = """
-import signal, sys, time
+import os, signal, sys, time
 from common import supervision
 from common.messages.links import Role
 supervision.follow_supervisor(Role(sys.argv[1]))
 signal.signal(signal.SIGTERM, signal.SIG_IGN if sys.argv[1] == "rank" else signal.SIG_DFL)
-print("follows", flush=True)
+print("follows", os.getpid(), flush=True)
 time.sleep(600)
 """
 PARENT = """
 import os, subprocess, sys, time
 from common.supervision import supervised_environ
-child = subprocess.Popen([sys.executable, *sys.argv[1:]], env={**os.environ, **supervised_environ()})
-print(child.pid, flush=True)
+subprocess.Popen([sys.executable, *sys.argv[1:]], env={**os.environ, **supervised_environ()})
 time.sleep(600)
 """
 HANGING = """
@@ -43,8 +42,9 @@ def test_a_child_ends_with_its_parent_even_if_it_hears_no_signal(role: Role) -> 
     command = [sys.executable, "-c", PARENT, "-c", CHILD, role]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
-        child = int(parent.stdout.readline())
-        assert parent.stdout.readline() == "follows\n"
+        follows, pid = parent.stdout.readline().split()
+        assert follows == "follows"
+        child = int(pid)
         assert is_alive(child)
         parent.kill()
         parent.wait()

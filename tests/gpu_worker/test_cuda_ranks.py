@@ -137,7 +137,7 @@ def test_a_token_that_comes_back_late_does_not_touch_who_has_its_slot_now(tmp_pa
 
 def test_a_stage_that_waits_for_another_counts_it_as_a_bubble_and_not_as_its_own_time(tmp_path: Path) -> None:
     tiny_llama(tmp_path, groups=3, max_position_embeddings=96)
-    delay_s = 0.4
+    delay_s = 2.0
     gate = threading.Event()
 
     def run(layout: Layout, group: Group) -> Computed:
@@ -145,15 +145,16 @@ def test_a_stage_that_waits_for_another_counts_it_as_a_bubble_and_not_as_its_own
         world.add("a", prompt(9), room=2)
         rows: list[Row] = world.rows({"a": 9})
         if layout.is_first_stage:
-            gate.wait(30)
+            gate.wait(60)
             threading.Event().wait(delay_s)
         else:
             gate.set()
         return world.runner.launch(rows).wait()
 
     first, last = in_ranks(1, 2, run)
-    assert last.bubble_ns > 0.9 * delay_s * 1e9 > last.device_ns
-    assert first.bubble_ns < 0.9 * delay_s * 1e9
+    # On a busy machine it begins to wait a while after it has said so.
+    assert last.bubble_ns > 0.5 * delay_s * 1e9 > last.device_ns
+    assert first.bubble_ns < 0.5 * delay_s * 1e9
 
 
 def test_the_pool_of_every_rank_is_as_large_as_the_poorest_one_can_hold(tmp_path: Path) -> None:

@@ -156,10 +156,12 @@ def test_ranks_report_the_tokens_where_they_are_drawn_and_bubbles_where_they_wai
     tiny_llama(tmp_path, num_attention_heads=2, num_key_value_heads=1)
     world = World(load(tmp_path), block_size=LIMITS.block_size, num_blocks=LIMITS.num_blocks)
     expected = [world.runner.run(rows).token_ids for rows in iterations()]
-    delay_s = 0.2
+    delay_s = 0.5
+    are_loaded = threading.Barrier(2, timeout=60)
 
     def run(layout: Layout, group: Group) -> tuple[list[tuple[int, ...]], int]:
         stage, reports = host_stage(tmp_path, group), list[StageDone]()
+        are_loaded.wait()  # Else the first stage might be through before the last begins to wait for it.
         for rows in iterations():
             if layout.is_first_stage:
                 time.sleep(delay_s)  # The stage behind it has nothing to do meanwhile.
@@ -188,9 +190,8 @@ def test_rows_wait_for_the_tokens_that_the_last_stage_samples() -> None:
     row = made_up_row(LIMITS, 0, 0, 5, first_block=0)
     returns.expect([row])
     decode = Row(row.resident, 5, 1, is_sampled=True)
-    threading.Timer(0.1, lambda: returns.put([42])).start()
-
     assert returns.take_for([row]) == 0, "a prompt is known"
+    threading.Timer(0.5, lambda: returns.put([42])).start()
     assert returns.take_for([decode]) > 0
     assert row.resident.token_ids[5] == 42
 

@@ -41,18 +41,19 @@ from tests.gpu_worker.test_worker_process import (
     Scheduler,
     end,
     fetch,
-    free_address,
     new,
     scheduler_at,
     start,
 )
 from tests.gpu_worker.world import prompt
+from tests.ports import free_address
 
 END_TIMEOUT_S = 60
 TEST_TIMEOUT_S = 200
 """Of a test as a whole: on a busy machine two processes take half a minute to import torch."""
 HOST_RANKS = ("-m", "tests.gpu_worker.host_ranks")
-HEARTBEAT = ["--heartbeat-timeout-ms", "1000"]
+HEARTBEAT = ["--heartbeat-timeout-ms", "5000"]
+"""Long enough that a process which merely has to wait for a core does not seem silent."""
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
@@ -170,7 +171,7 @@ def test_stages_give_the_tokens_of_transformers_and_a_signal_ends_all_ranks(
     model: Path, reference: LlamaForCausalLM
 ) -> None:
     async def test() -> None:
-        address = await free_address()
+        address = free_address()
         with ranks(address, model, "--pp", "2") as worker:
             async with scheduler_at(address) as scheduler:
                 await is_right(worker, scheduler, reference, num_stages=2)
@@ -193,7 +194,7 @@ def test_shares_give_the_tokens_of_transformers_and_a_killed_rank_ends_the_worke
     model: Path, reference: LlamaForCausalLM
 ) -> None:
     async def test() -> None:
-        address = await free_address()
+        address = free_address()
         with ranks(address, model, "--tp", "2") as worker:
             async with scheduler_at(address) as scheduler:
                 await is_right(worker, scheduler, reference, num_stages=1)
@@ -208,7 +209,7 @@ def test_shares_give_the_tokens_of_transformers_and_a_killed_rank_ends_the_worke
 
 def test_a_rank_that_falls_silent_ends_the_worker_while_plans_wait_for_it(model: Path) -> None:
     async def test() -> None:
-        address = await free_address()
+        address = free_address()
         with ranks(address, model, "--pp", "2", *HEARTBEAT) as worker:
             async with scheduler_at(address) as scheduler:
                 await is_serving(scheduler)
@@ -326,7 +327,7 @@ def arrival(length: int) -> RequestArrived:
 
 def test_ranks_that_an_operator_starts_serve_and_end_with_the_rank_that_leads_them(model: Path) -> None:
     async def test() -> None:
-        address, meeting = await free_address(), await free_address()
+        address, meeting = free_address(), free_address()
         common = ("--pp", "2", "--rank-address", meeting)
         other = start(address, model, *common, "--rank", "1")
         try:
@@ -350,7 +351,7 @@ def test_ranks_on_devices_serve_and_a_lost_one_ends_all(
     """The CUDA worker's own ranks, with the host in the device's place (see host_ranks)."""
 
     async def test() -> None:
-        address, meeting = await free_address(), await free_address()
+        address, meeting = free_address(), free_address()
         flags = (
             "--device",
             "cuda",
@@ -390,7 +391,7 @@ def test_ranks_on_devices_serve_and_a_lost_one_ends_all(
 def test_ranks_of_different_settings_are_refused_with_both() -> None:
     async def test() -> None:
         process, other = Process(Role.WORKER, ProcessConfig()), Process(Role.RANK, ProcessConfig())
-        address = await free_address()
+        address = free_address()
         layout = Layout(tp=1, pp=2, rank=0)
         try:
             inbox = Ranks(process, layout, address, progress(2))
@@ -412,7 +413,7 @@ def test_ranks_of_different_settings_are_refused_with_both() -> None:
 def test_ranks_go_on_when_all_are_ready_and_who_does_not_come_is_missed() -> None:
     async def test() -> None:
         process, other = Process(Role.WORKER, ProcessConfig()), Process(Role.RANK, ProcessConfig())
-        address = await free_address()
+        address = free_address()
         try:
             inbox = Ranks(process, Layout(tp=1, pp=2, rank=0), address, progress(2))
             serving = asyncio.create_task(inbox.serve(start_timeout_s=END_TIMEOUT_S))
@@ -423,7 +424,7 @@ def test_ranks_go_on_when_all_are_ready_and_who_does_not_come_is_missed() -> Non
             inbox.note_own(RankReady(settings=""))
             await asyncio.wait_for(asyncio.wrap_future(inbox.all_ready), END_TIMEOUT_S)
             serving.cancel()
-            alone = Ranks(process, Layout(tp=1, pp=3, rank=0), await free_address(), progress(3))
+            alone = Ranks(process, Layout(tp=1, pp=3, rank=0), free_address(), progress(3))
             with pytest.raises(RankLost, match=r"rank 1: not ready after 0\.05 s"):
                 await alone.serve(start_timeout_s=0.05)
         finally:

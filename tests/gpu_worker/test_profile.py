@@ -25,19 +25,19 @@ def sizes(world: World, seconds: float, *, should_stop: bool = False) -> list[in
 
 def test_sizes_double_up_to_the_largest_iteration(model: LoadedModel) -> None:
     world = World(model, num_blocks=1024)  # of 4: more than the 1024 positions of the model
-    assert sizes(world, 30.0) == [1, 8, 16, 32, 64, 128, 256, 512, 1024]
+    assert sizes(world, 300.0) == [1, 8, 16, 32, 64, 128, 256, 512, 1024]
 
 
 @pytest.mark.parametrize(("num_blocks", "largest"), [(1, 4), (2, 8), (9, 36), (70, 280)])
 def test_a_pool_bounds_the_largest_size(model: LoadedModel, num_blocks: int, largest: int) -> None:
-    measured = sizes(World(model, num_blocks=num_blocks), 30.0)
+    measured = sizes(World(model, num_blocks=num_blocks), 300.0)
     assert measured[-1] == largest
     assert measured == sorted(set(measured))
 
 
 def test_without_time_there_are_still_two_points_and_a_stop_ends_at_once(model: LoadedModel) -> None:
     assert sizes(World(model), 1e-9) == [1, 8]
-    assert sizes(World(model), 30.0, should_stop=True) == []
+    assert sizes(World(model), 300.0, should_stop=True) == []
 
 
 def test_measuring_leaves_only_finite_numbers_in_the_pool(model: LoadedModel) -> None:

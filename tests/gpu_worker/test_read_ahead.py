@@ -33,8 +33,11 @@ def test_each_is_what_it_would_be_and_few_are_read_before_they_are_asked_for() -
         for index, name in enumerate(NAMES):
             assert int(ahead(name)) == index
             if index % 5 == 0:
-                time.sleep(0.2)  # Long enough to read them all.
-                assert num_read == min(index + MAX_AHEAD, len(NAMES))
+                wanted, deadline = min(index + MAX_AHEAD, len(NAMES)), time.monotonic() + 30
+                while num_read < wanted and time.monotonic() < deadline:
+                    time.sleep(0.005)
+                time.sleep(0.1)  # Long enough to read more of them.
+                assert num_read == wanted
     assert num_read == len(NAMES)
     assert most_running == NUM_THREADS
 

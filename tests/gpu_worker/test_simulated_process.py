@@ -16,15 +16,16 @@ from common.ids import Slot
 from common.messages.plans import Plan, PlanChunk, PlanRefused
 from common.wire.link import PeerGone
 from tests.gpu_worker.test_worker_process import (
+    NUM_FLOOD_PLANS,
     STOP_TIMEOUT_S,
     end,
     fetch,
-    free_address,
     new,
     run,
     scheduler_at,
     status,
 )
+from tests.ports import free_address
 
 VOCAB_SIZE = 60
 EOS = 7
@@ -36,7 +37,7 @@ PROMPT = [1] * 40
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address that a worker dials: one process for several tests, so each is a reconnect as well."""
     model = tmp_path_factory.mktemp("metadata")
-    address = asyncio.run(free_address())
+    address = free_address()
     process = start(address, model)
     yield address
     process.send_signal(signal.SIGTERM)
@@ -107,7 +108,7 @@ def test_a_scheduler_that_floods_the_worker_is_cut_off_and_may_come_back(address
             await scheduler.connected()
             scheduler.peer.send(opening())
             with suppress(PeerGone):  # A worker may be quicker than the flood.
-                for iteration in range(1, 60):
+                for iteration in range(1, NUM_FLOOD_PLANS):
                     scheduler.peer.send(Plan(epoch=1, iteration=iteration))
             assert await scheduler.lost() == f"more than {MAX_QUEUED_PLANS} plans wait for the device"
             await scheduler.connected()
@@ -119,7 +120,7 @@ def test_a_scheduler_that_floods_the_worker_is_cut_off_and_may_come_back(address
 
 def test_readiness_and_metrics_follow_the_scheduler_and_a_signal_ends_the_process(tmp_path: Path) -> None:
     async def test() -> None:
-        process = start(address := await free_address(), tmp_path)
+        process = start(address := free_address(), tmp_path)
         try:
             assert process.stderr is not None
             started = json.loads(await asyncio.to_thread(process.stderr.readline))

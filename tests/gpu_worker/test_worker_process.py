@@ -31,10 +31,15 @@ from common.wire.zmq_socket import LinkSettings
 from gpu_worker.kernels.build import usable_instruction_sets
 from tests.gpu_worker.hf import TINY_VOCAB_SIZE, hf_greedy, tiny_llama
 from tests.gpu_worker.world import prompt
+from tests.ports import free_address
 
-START_TIMEOUT_S = 30
-STOP_TIMEOUT_S = 20
+START_TIMEOUT_S = 120
+"""Of a test with the process that it starts: on a busy machine that takes half a minute to import torch."""
+STOP_TIMEOUT_S = 60
 KV_TOKENS = 400
+NUM_FLOOD_PLANS = 100
+"""Far more than may wait, so that they are too many even if their sender has to stop now and then; fewer than the
+sender's socket holds."""
 OPTIONS = ["--kv-tokens", str(KV_TOKENS), "--max-num-slots", "8", "--max-chunk-tokens", "64", "--threads", "1"]
 OPTIONS += ["--profile-seconds", "0.05", "--dtype", "float32", "--served-model-name", "tiny", "--max-queued-plans", "8"]
 
@@ -69,20 +74,12 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
     """One process for several tests: each binds the address anew, so each is a reconnect as well."""
     path = tmp_path_factory.mktemp("llama")
     model = tiny_llama(path, groups=3)
-    address = asyncio.run(free_address())
+    address = free_address()
     process = start(address, path)
     yield Worker(process, address, model)
     process.send_signal(signal.SIGTERM)
     assert process.wait(STOP_TIMEOUT_S) == 0, end(process)
     end(process)
-
-
-async def free_address() -> str:
-    """Return an address that nobody binds now."""
-    sockets = Sockets(LinkSettings())
-    address = sockets.bind("tcp://127.0.0.1:*", scheduler_endpoint(Mailbox())).address
-    sockets.close()
-    return address
 
 
 def scheduler_endpoint(mailbox: Mailbox) -> Endpoint:
@@ -261,7 +258,7 @@ def test_a_scheduler_that_floods_the_worker_is_cut_off_and_may_come_back(worker:
             await scheduler.connected()
             tokens = prompt(60)
             with suppress(PeerGone):  # A worker may be quicker than the flood.
-                for iteration in range(40):
+                for iteration in range(NUM_FLOOD_PLANS):
                     slot = Slot(iteration % 8)
                     released = (slot,) if iteration >= 8 else ()
                     chunk = PlanChunk(slot, 0, 60, is_sampled=True)
@@ -286,7 +283,7 @@ def test_readiness_follows_the_scheduler_and_a_signal_ends_the_process(tmp_path:
     tiny_llama(tmp_path)
 
     async def test() -> None:
-        process = start(address := await free_address(), tmp_path)
+        process = start(address := free_address(), tmp_path)
         try:
             assert process.stderr is not None
             started = json.loads(await asyncio.to_thread(process.stderr.readline))
@@ -361,7 +358,7 @@ def test_a_bug_in_the_forward_pass_ends_the_process_loudly(tmp_path: Path) -> No
     tiny_llama(tmp_path, max_position_embeddings=300)
 
     async def test() -> None:
-        process = start(address := await free_address(), tmp_path, program=("-c", BROKEN))
+        process = start(address := free_address(), tmp_path, program=("-c", BROKEN))
         try:
             async with scheduler_at(address) as scheduler:
                 await scheduler.connected()

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import requests
 
-from tests.integration.system import free_port, wait_until
+from tests.integration.system import wait_until
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "docker/prometheus.yml"

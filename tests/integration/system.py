@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,12 +16,18 @@ from typing import Any
 
 import requests
 
-START_TIMEOUT_S = 90.0
+from tests.ports import free_port
+
+START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 70.0
-ORPHAN_TIMEOUT_S = 10.0
+ORPHAN_TIMEOUT_S = 30.0
 """For processes of a system that has ended."""
-SETTLE_TIMEOUT_S = 30.0
-HTTP_TIMEOUT_S = 120.0
+SETTLE_TIMEOUT_S = 60.0
+HTTP_TIMEOUT_S = 600.0
+"""Longer than most tests may take: a prompt of 4,000 tokens beside seven others has taken minutes on half a core."""
+HEARTBEAT_TIMEOUT_MS = 10_000
+"""A machine that stands still for some seconds must not look like a process that is lost; one that is killed is seen at
+once all the same."""
 
 
 class System:
@@ -43,6 +48,7 @@ class System:
                 **os.environ,
                 "LEGATO_FITS": self._fits.name,
                 "LEGATO_RECORDINGS": f"{self._fits.name}/recordings",
+                "LEGATO_HEARTBEAT_TIMEOUT_MS": str(HEARTBEAT_TIMEOUT_MS),
                 **(environ or {}),
             },
         )
@@ -214,12 +220,6 @@ def wait_until(condition: Any, timeout_s: float, what: str, describe: Any = lamb
     while not condition():
         assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}\n{describe()}"
         time.sleep(0.05)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def _pump(stream: Any, take: Any) -> None:

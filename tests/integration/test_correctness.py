@@ -79,7 +79,7 @@ def texts_of(system: System, num_at_once: int) -> list[str]:
         return list(pool.map(complete, PROMPTS))
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_greedy_text_equals_transformers_alone_and_in_hybrid_batches_of_eight(system: System) -> None:
     with one_thread():
         expected = greedy_after_each()

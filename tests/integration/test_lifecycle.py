@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.system import System, free_port, running, wait_until
+from tests.integration.system import System, running, wait_until
 from tests.integration.tiny import tiny_model
+from tests.ports import free_port
 
 QUICK = {"LEGATO_PROFILE_SECONDS": "0.3"}
 IDLE_S = 3.0
@@ -84,16 +85,19 @@ def test_streams_of_a_killed_worker_go_on_with_no_token_twice_and_none_missing(p
 
     same = sum("".join(parts) == whole for parts, whole in zip(texts, expected, strict=True))
     assert same >= 3, "float32 kernels are not batch-invariant: one may part at a tie"
-    assert pair.metric("scheduler", "legato_scheduler_workers_lost_total") >= 1
+    # The streams of the killed worker may have ended just before.
+    lost = "legato_scheduler_workers_lost_total"
+    wait_until(lambda: pair.metric("scheduler", lost) >= 1, 60, "the lost worker to be counted", pair.describe)
 
 
 def test_a_client_that_leaves_while_its_request_waits_frees_its_place(model: Path) -> None:
-    flags = ("--model", str(model), "--kv-tokens", "512", "--threads", "1")
-    with running(*flags, environ={**QUICK, "LEGATO_MAX_RUNNING": "1"}) as system:
+    # A device on which a request takes half a minute: it is still at work when somebody looks who waits.
+    flags = ("--model", str(model), "--kv-tokens", "1024", "--device", "simulated", "--profile", "a100-llama2-70b-tp4")
+    with running(*flags, environ={"LEGATO_MAX_RUNNING": "1"}) as system:
         connections = []
         for _ in range(3):
             connection = http.client.HTTPConnection("127.0.0.1", system.port, timeout=60)
-            body = '{"model": "tiny", "prompt": "a", "max_tokens": 300, "ignore_eos": true, "stream": true}'
+            body = '{"model": "tiny", "prompt": "a", "max_tokens": 900, "ignore_eos": true, "stream": true}'
             connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
             connections.append(connection)
         waiting = "legato_scheduler_requests_waiting"
@@ -111,10 +115,11 @@ def test_a_small_pool_refuses_what_can_never_fit_and_preempts_for_what_can(model
         assert refused.status_code == 400
         for number in ("250", "10", "256"):
             assert number in refused.json()["error"]["message"]
-        alone = [complete(system, f"Prompt {index}", max_tokens=100) for index in range(4)]
-        with concurrent.futures.ThreadPoolExecutor(4) as pool:
-            prompts = [f"Prompt {index}" for index in range(4)]
-            together = list(pool.map(lambda prompt: complete(system, prompt, max_tokens=100), prompts))
+        prompts = [f"Prompt {index}" for index in range(4)]
+        alone = [complete(system, prompt, max_tokens=100) for prompt in prompts]
+        # In one call: each is so short that of several calls the first might be through before the last has come.
+        answer = system.complete(prompts, model="tiny", ignore_eos=True, max_tokens=100)
+        together = [str(choice["text"]) for choice in answer["choices"]]
         assert sum(a == b for a, b in zip(alone, together, strict=True)) >= 3, "one may part at a tie"
         assert system.metric("scheduler", "legato_scheduler_preemptions_total") >= 1
         system.wait_idle()
@@ -133,13 +138,14 @@ def text_by_depth() -> dict[str, str]:
 
 
 def test_an_idle_system_uses_no_cpu_to_speak_of(pair: System) -> None:
-    pair.wait_ready()
+    wait_until(lambda: pair.metric("scheduler", "legato_scheduler_workers") == 2, 60, "both workers", pair.describe)
     pair.wait_idle()
     time.sleep(1)  # What has just been served is tidied up.
     before = pair.cpu_seconds()
     time.sleep(IDLE_S)
     used = pair.cpu_seconds() - before
-    assert used < 0.05 * IDLE_S, f"{used:.2f} s of CPU in {IDLE_S:g} s without a request"
+    # Measured: an eighth of that. A process that polls without a pause takes ten times as much.
+    assert used < 0.1 * IDLE_S, f"{used:.2f} s of CPU in {IDLE_S:g} s without a request"
 
 
 def test_a_port_that_is_taken_ends_the_system_with_a_message(model: Path) -> None:

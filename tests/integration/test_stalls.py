@@ -146,7 +146,7 @@ def wait_until_full(connection: socket.socket) -> float:
 def test_prompts_that_run_before_streams_interfere_and_are_named(cramped: System) -> None:
     before, prompt_len = len(stalls(cramped, cause="prefill_interference")), 400
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        stream = cramped.stream(prompt="Hello", max_tokens=40, ignore_eos=True, slo={"tbt_ms": 80})
+        stream = cramped.stream(prompt="Hello", max_tokens=200, ignore_eos=True, slo={"tbt_ms": 80})
         next(stream)
         reading = pool.submit(cramped.complete, [7] * prompt_len, max_tokens=1)
         for _ in stream:
@@ -173,8 +173,8 @@ def test_prompts_that_run_before_streams_interfere_and_are_named(cramped: System
 
 def test_a_device_that_is_too_slow_for_the_target_is_over_capacity(cramped: System) -> None:
     before = len(stalls(cramped, cause="over_capacity"))
-    list(cramped.stream(prompt="Hello", max_tokens=20, ignore_eos=True, slo={"tbt_ms": 10}))
-    found = wait_for_stalls(cramped, "over_capacity", before + 15)[before:]
+    list(cramped.stream(prompt="Hello", max_tokens=60, ignore_eos=True, slo={"tbt_ms": 10}))
+    found = wait_for_stalls(cramped, "over_capacity", before + 30)[before:]
     load = Load()
     load.add_decodes(1, 12)
     assert part_of(found, "decode") == pytest.approx(profile_named(PROFILE).roofline.time_ns(load) / 1e6, rel=SHARE)

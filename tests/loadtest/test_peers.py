@@ -12,7 +12,8 @@ import pytest
 
 from loadtest.experiments.peer_servers import Peer, PeerBroken, memory_bytes, read_peers, running
 from loadtest.experiments.peers import Load, Measures, as_document, take_turns
-from tests.integration.system import free_port, wait_until
+from tests.integration.system import wait_until
+from tests.ports import free_port
 
 FIGURES = Measures(
     start_s=8.0,

@@ -19,10 +19,10 @@ NUM_TRY_OUT_REQUESTS = 1
 
 
 def bounded_run(main: Callable[[], Any]) -> Any:
-    """Run main on the generator's event loop, half a minute at most."""
+    """Run main on the generator's event loop, two minutes at most."""
 
     async def bounded() -> Any:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             return await main()
 
     return run_loop(bounded())
@@ -67,11 +67,11 @@ def server_beside(
     thread = threading.Thread(target=lambda: asyncio.run(serve()), name="fake server")
     thread.start()
     try:
-        assert ready.wait(10), "the fake server did not start"
+        assert ready.wait(60), "the fake server did not start"
         yield server
     finally:
         loops[0].call_soon_threadsafe(over.set)
-        thread.join(10)
+        thread.join(60)
 
 
 def read(path: Any) -> Any:

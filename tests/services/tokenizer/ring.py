@@ -20,22 +20,11 @@ from common.wire.link import Peer, PeerDown, PeerUp, Received
 from common.wire.session import DEFAULT_WINDOW, Endpoint
 from common.wire.zmq_link import Sockets
 from common.wire.zmq_socket import LinkSettings
+from tests.ports import free_address
 from tests.services.tokenizer.world import pool_card
 
 T = TypeVar("T")
-MAX_WAIT_S = 20.0
-
-
-def free_address() -> str:
-    """An address that nobody is bound to just now."""
-
-    async def probe() -> str:
-        sockets = Sockets(LinkSettings())
-        address = sockets.bind("tcp://127.0.0.1:*", endpoint(Role.SCHEDULER, Role.TOKENIZER, Mailbox())).address
-        sockets.close()
-        return address
-
-    return asyncio.run(probe())
+MAX_WAIT_S = 60.0
 
 
 def endpoint(role: Role, peer: Role, mailbox: Mailbox, window: int = DEFAULT_WINDOW) -> Endpoint:

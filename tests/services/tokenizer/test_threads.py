@@ -26,7 +26,7 @@ def test_a_job_comes_back_with_its_result_and_one_dropped_in_time_without(smollm
         threads.drop(JobId(1))
         threads.drop(JobId(99))  # Unknown: it has come back already.
         ended: dict[int, JobEnded] = {}
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while len(ended) < 3:
                 event = await anext(mailbox)
                 assert isinstance(event, JobEnded)
