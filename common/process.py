@@ -23,7 +23,7 @@ from common.metrics import watch_loop
 from common.supervision import bound_end_of_orphan, follow_supervisor
 from common.telemetry import set_up_logging, start_exporting
 from common.tracing import Tracing
-from common.wire.session import DEFAULT_WINDOW
+from common.wire.session import DEFAULT_WINDOW, MAX_WINDOW
 from common.wire.zmq_link import Sockets
 from common.wire.zmq_socket import LinkKeys, LinkSettings
 
@@ -55,8 +55,8 @@ class ProcessConfig:
         Delays(self.inject_delay)
         if self.trace_share is not None and not 0 <= self.trace_share <= 1:
             raise ValueError(f"--trace-share is {self.trace_share:g}; it must lie between 0 and 1")
-        if self.link_window < 8:
-            raise ValueError(f"--link-window is {self.link_window}; the least is 8")
+        if not 8 <= self.link_window <= MAX_WINDOW:
+            raise ValueError(f"--link-window is {self.link_window}; it must lie between 8 and {MAX_WINDOW}")
         if self.heartbeat_timeout_ms < 100:
             raise ValueError(f"--heartbeat-timeout-ms is {self.heartbeat_timeout_ms}; the least is 100")
 

@@ -19,6 +19,8 @@ from common.wire.link import LinkFull, PeerDown, PeerGone, PeerUp, Received
 
 DEFAULT_WINDOW = 1024
 """Messages in flight on one direction of a link: at 200 iterations a second, five seconds of a stopped peer."""
+MAX_WINDOW = 65_536
+"""The most that a side may state. Sockets have room for as many: they are made before the peer has said its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +157,8 @@ class Session:
         if hello.role not in self._endpoint.peer_roles:
             expected = ", ".join(sorted(self._endpoint.peer_roles))
             return f"this {own_role} talks to {expected} here, not to a {hello.role}"
+        if not 0 < hello.window <= MAX_WINDOW:
+            return f"a window of {hello.window} messages is not between 1 and {MAX_WINDOW}"
         return ""
 
     def _taken(self) -> None:

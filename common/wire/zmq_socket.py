@@ -9,7 +9,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from common.wire.codec import MAX_MESSAGE_BYTES
-from common.wire.session import Endpoint
+from common.wire.session import MAX_WINDOW, Endpoint
 
 MAX_DRAIN = 256
 """Messages read from a socket before the loop's other callbacks get a turn."""
@@ -133,9 +133,8 @@ def open_socket(
     """Return a socket of this kind (zmq.ROUTER or zmq.DEALER) with the link's bounds, heartbeats and keys."""
     socket: zmq.Socket[bytes] = context.socket(kind)
     socket.setsockopt(zmq.LINGER, 0)
-    high_water_mark = endpoint.hello.window + CONTROL_ALLOWANCE
-    socket.setsockopt(zmq.SNDHWM, high_water_mark)
-    socket.setsockopt(zmq.RCVHWM, high_water_mark)
+    socket.setsockopt(zmq.SNDHWM, MAX_WINDOW + CONTROL_ALLOWANCE)  # The peer's window decides, and is not known yet.
+    socket.setsockopt(zmq.RCVHWM, endpoint.hello.window + CONTROL_ALLOWANCE)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     socket.setsockopt(zmq.HEARTBEAT_IVL, settings.heartbeat_interval_ms)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, settings.heartbeat_timeout_ms)

@@ -122,7 +122,7 @@ PAIRS = pytest.mark.parametrize("pair_of", [memory_pair, zmq_pair, curve_pair])
 
 def endpoint(role: Role, peer: Role, **hello: Any) -> Endpoint:
     return Endpoint(
-        hello=Hello(role=role, instance_id=new_instance_id(role), window=WINDOW, **hello),
+        hello=Hello(**{"role": role, "instance_id": new_instance_id(role), "window": WINDOW, **hello}),
         peer_roles=frozenset({peer}),
         mailbox=Mailbox(),
     )
@@ -132,8 +132,8 @@ def gateway_endpoint(**hello: Any) -> Endpoint:
     return endpoint(Role.GATEWAY, Role.TOKENIZER, **hello)
 
 
-def tokenizer_endpoint() -> Endpoint:
-    return endpoint(Role.TOKENIZER, Role.GATEWAY)
+def tokenizer_endpoint(**hello: Any) -> Endpoint:
+    return endpoint(Role.TOKENIZER, Role.GATEWAY, **hello)
 
 
 def message(n: int) -> Cancel:
@@ -196,6 +196,21 @@ def test_a_full_link_is_an_event_and_credit_comes_back_when_messages_are_taken(p
 
 
 @PAIRS
+def test_a_burst_may_be_as_large_as_the_peers_window_however_small_the_own(pair_of: Any) -> None:
+    num_messages = 20_000
+
+    async def test() -> None:
+        async with pair_of(gateway_endpoint(), tokenizer_endpoint(window=num_messages)) as pair:
+            tokenizer, _ = await both_up(pair)
+            for n in range(num_messages):
+                tokenizer.send(message(n))
+            for n in range(num_messages):
+                assert (await take(pair.tokenizer, Received)).message == message(n)
+
+    run(test)
+
+
+@PAIRS
 def test_a_lost_connection_is_seen_by_both_and_nothing_more_is_sent(pair_of: Any) -> None:
     async def test() -> None:
         async with pair_of(gateway_endpoint(), tokenizer_endpoint()) as pair:
@@ -227,6 +242,7 @@ def test_a_dropped_peer_is_told_why(pair_of: Any) -> None:
     ("gateway", "problem"),
     [
         (gateway_endpoint(protocol_major=99), "protocol 99 is not 1"),
+        (gateway_endpoint(window=65_537), "a window of 65537 messages is not between 1 and 65536"),
         (endpoint(Role.WORKER, Role.TOKENIZER), "not to a worker"),
     ],
 )
