@@ -241,17 +241,22 @@ __attribute__((always_inline)) inline void add_outer_product(const RowOf& row_of
   }
 }
 
+// Where vectors of a step's keys begin, from key first on. Past the last tile the first one stands in: its scores are masked.
+template <int Vectors, class Element>
+void find_keys(const Element* const (&tiles)[kTiles], int num_keys, int first, const Element* (&keys)[Vectors]) {
+  for (int v = 0; v < Vectors; ++v) {
+    const int key = first + v * kLanes;
+    keys[v] = key < num_keys ? tiles[key / kTileKeys] + key % kTileKeys : tiles[0];
+  }
+}
+
 // scores[row][key] of one block of rows.
 template <int Rows, class Element>
 void score(const float* queries, int head_dim, const Step<Element>& step, float* scores) {
   constexpr int kVectors = attention_vectors(Rows), kKeys = kVectors * kLanes, kTilesAtOnce = std::max(1, kKeys / kTileKeys);
   for (int first = 0; first < step.num_keys; first += kKeys) {
     const Element* keys[kVectors];
-    for (int v = 0; v < kVectors; ++v) {
-      const int key = first + v * kLanes;
-      // Past the last tile the first one stands in: its scores are masked.
-      keys[v] = key < step.num_keys ? step.keys[key / kTileKeys] + key % kTileKeys : step.keys[0];
-    }
+    find_keys(step.keys, step.num_keys, first, keys);
     Vector sums[Rows][kVectors];
     unroll<Rows>([&](auto row) { unroll<kVectors>([&](auto v) { sums[row][v] = splat(0.0f); }); });
     const float* query = queries;

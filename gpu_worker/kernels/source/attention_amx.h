@@ -112,37 +112,25 @@ inline void add_values_by_amx(const float* weights, int rows, int num_keys, int 
 // How many vectors of scores, or of a value's dimensions, few rows have on the way: each has two sums.
 constexpr int few_vectors(int rows) { return rows <= 3 ? 4 : 2; }
 
-// even[row][v] and odd[row][v] += row_of(row) * vector_of(v), of one product after the other.
-template <int Rows, int Vectors, class RowOf, class VectorOf>
-__attribute__((always_inline)) inline void add_outer_few(const RowOf& row_of, const VectorOf& vector_of,
-                                                         Vector (&sums)[Rows][Vectors]) {
-  Vector vectors[Vectors];
-  unroll<Vectors>([&](auto v) { vectors[v] = vector_of(v); });
-  unroll<Rows>([&](auto row) {
-    const Vector x = row_of(row);
-    unroll<Vectors>([&](auto v) { sums[row][v] = fma(x, vectors[v], sums[row][v]); });
-  });
-}
-
 // scores[row][key] of few rows, by keys where they lie in the pool.
 template <int Rows>
 void score_few(const float* queries, int head_dim, const PairStep& step, float* scores) {
   constexpr int kVectors = few_vectors(Rows);
   for (int first = 0; first < step.num_keys; first += kVectors * kLanes) {
-    const uint16_t* keys[kVectors];
-    for (int v = 0; v < kVectors; ++v) {
-      const int key = first + v * kLanes;
-      keys[v] = (const uint16_t*)(key < step.num_keys ? step.keys[key / kTileKeys] : step.keys[0]);  // Past the last: masked.
-    }
+    const char* keys[kVectors];
+    find_keys(step.keys, step.num_keys, first, keys);
     for (int d = 0; d < head_dim; d += kAmxDepth) {
       Vector even[Rows][kVectors], odd[Rows][kVectors];
       unroll<Rows>([&](auto row) { unroll<kVectors>([&](auto v) { even[row][v] = odd[row][v] = splat(0.0f); }); });
       for (int i = d; i < d + kAmxDepth; i += 2) {
         for (int v = 0; v < kVectors; ++v) step.next.prefetch(first / kTileKeys + v, i);
-        add_outer_few<Rows, kVectors>([&](auto row) { return splat(queries[row * head_dim + i]); },
-                                      [&](auto v) { return load_bfloat16(keys[v] + i * kTileKeys); }, even);
-        add_outer_few<Rows, kVectors>([&](auto row) { return splat(queries[row * head_dim + i + 1]); },
-                                      [&](auto v) { return load_bfloat16(keys[v] + (i + 1) * kTileKeys); }, odd);
+        const auto add = [&](int dim, Vector(&sums)[Rows][kVectors]) __attribute__((always_inline)) {
+          add_outer_product<Rows, kVectors>(
+              [&](auto row) { return splat(queries[row * head_dim + dim]); },
+              [&](auto v) { return load_bfloat16((const uint16_t*)keys[v] + dim * kTileKeys); }, sums);
+        };
+        add(i, even);
+        add(i + 1, odd);
       }
       unroll<Rows>([&](auto row) {
         unroll<kVectors>([&](auto v) {
@@ -164,13 +152,13 @@ void add_values_few(const float* weights, const PairStep& step, int first, float
       const uint16_t* values = (const uint16_t*)step.values[tile / kTileKeys] + first;
       const int end = std::min(tile + kTileKeys, step.num_keys);
       for (int key = tile; key < end; key += 2) {
-        add_outer_few<Rows, Vectors>([&](auto row) { return splat(weights[row * kStepKeys + key]); },
-                                     [&](auto v) { return load_bfloat16(values + v * kLanes); }, even);
-        values += step.value_token;
-        if (key + 1 == end) break;
-        add_outer_few<Rows, Vectors>([&](auto row) { return splat(weights[row * kStepKeys + key + 1]); },
-                                     [&](auto v) { return load_bfloat16(values + v * kLanes); }, odd);
-        values += step.value_token;
+        const auto add = [&](int key, Vector(&sums)[Rows][Vectors]) __attribute__((always_inline)) {
+          add_outer_product<Rows, Vectors>([&](auto row) { return splat(weights[row * kStepKeys + key]); },
+                                           [&](auto v) { return load_bfloat16(values + v * kLanes); }, sums);
+          values += step.value_token;
+        };
+        add(key, even);
+        if (key + 1 < end) add(key + 1, odd);
       }
     }
     unroll<Rows>([&](auto row) {

@@ -124,10 +124,7 @@ void score_pairs(const uint16_t* queries, int head_dim, const PairStep& step, fl
   constexpr int kVectors = attention_vectors(Rows);
   for (int first = 0; first < step.num_keys; first += kVectors * kLanes) {
     const char* keys[kVectors];
-    for (int v = 0; v < kVectors; ++v) {
-      const int key = first + v * kLanes;
-      keys[v] = key < step.num_keys ? step.keys[key / kTileKeys] : step.keys[0];  // Past the last: masked.
-    }
+    find_keys(step.keys, step.num_keys, first, keys);
     Vector sums[Rows][kVectors];
     unroll<Rows>([&](auto row) { unroll<kVectors>([&](auto v) { sums[row][v] = splat(0.0f); }); });
     const uint16_t* query = queries;
