@@ -56,6 +56,8 @@ async def keep_running(child: Child) -> None:
         child.process = await asyncio.create_subprocess_exec(
             *child.argv, env={**os.environ, **child.environ}, start_new_session=True
         )
+        if child.stopping.is_set():
+            _signal(child, signal.SIGTERM)  # Who stopped it while it was being started saw no process.
         status = await child.process.wait()
         if child.stopping.is_set():
             return
