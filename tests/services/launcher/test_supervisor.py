@@ -13,7 +13,7 @@ def test_a_child_that_is_being_started_when_all_are_stopped_is_stopped_too() -> 
         child = Child("sleeper", SLEEPER)
         keeper = asyncio.create_task(keep_running(child))
         await asyncio.sleep(0)  # It has called for the process, and not got it yet.
-        assert child.process is None
+        assert not child.is_running
         await stop_all([[child]], timeout_s=30.0)
         async with asyncio.timeout(60):
             await keeper
