@@ -170,8 +170,8 @@ void add_values_few(const float* weights, const PairStep& step, int first, float
   }
 }
 
-// Turn scores of rows into weights, rounded to bfloat16 or, for tiles, in it; and scale what the rows have of values.
-inline void weigh_rows(const AttentionShape& shape, const Tile& tile, const PairStep& step, int first, int end, bool is_few,
+// Turn scores of rows into weights of bfloat16, widened again for few rows; and scale what the rows have of values.
+inline void weigh_rows(const AttentionShape& shape, const Tile& tile, const PairStep& step, int first, int end, bool is_widened,
                        AttentionScratch& scratch) {
   const int head_dim = shape.head_dim, size = part_size(head_dim);
   for (int row = first; row < end; ++row) {
@@ -179,7 +179,7 @@ inline void weigh_rows(const AttentionShape& shape, const Tile& tile, const Pair
     const int low = shape.window ? std::max(0, position + 1 - shape.window - step.start) : 0;
     float *weights = scratch.scores + row * kStepKeys, *part = scratch.part + row * size;
     const Vector keep = splat(soften(weights, low, num_keys_seen(shape, tile, step, row), part, head_dim));
-    if (is_few)
+    if (is_widened)
       for (int i = 0; i < kStepKeys; i += kLanes) store(weights + i, rounded(load(weights + i)));
     else
       narrow_weights(weights);

@@ -223,6 +223,14 @@ def test_a_late_gap_over_a_preemption_counts() -> None:
     assert world.core.workers[0].margin.num_observed == 0
 
 
+def one_of_nine_is_late(world: World, epoch: int, iteration: int) -> None:
+    """Of nine gaps one is, in both counts, and the iteration that ended it is kept."""
+    assert gaps_and_late(world) == (9, 1)
+    assert (world.core.num_gaps, world.core.num_late_gaps) == (9, 1)
+    (plan,) = [plan for plan in world.iterations if plan.kept]
+    assert [(kept.epoch, kept.iteration) for kept in plan.kept] == [(epoch, iteration)]
+
+
 def test_a_late_gap_over_a_refused_plan_counts() -> None:
     world = World(token_budget=64, tbt_target_ns=20 * MS, depth=2)
     world.arrive("a", prompt_len=4, max_tokens=10, traceparent="00-1-2-01")
@@ -232,10 +240,7 @@ def test_a_late_gap_over_a_refused_plan_counts() -> None:
     world.now_ns += 30 * MS
     world.refuse(worker_id)
     world.drain()
-    assert gaps_and_late(world) == (9, 1)
-    assert (world.core.num_gaps, world.core.num_late_gaps) == (9, 1)
-    (plan,) = [plan for plan in world.iterations if plan.kept]
-    assert [(kept.epoch, kept.iteration) for kept in plan.kept] == [(1, 0)]
+    one_of_nine_is_late(world, epoch=1, iteration=0)
 
 
 def test_a_late_gap_over_the_loss_of_a_worker_counts() -> None:
@@ -247,7 +252,4 @@ def test_a_late_gap_over_the_loss_of_a_worker_counts() -> None:
     world.now_ns += 30 * MS
     world.lose(first)
     world.drain()
-    assert gaps_and_late(world) == (9, 1)
-    assert (world.core.num_gaps, world.core.num_late_gaps) == (9, 1)
-    (plan,) = [plan for plan in world.iterations if plan.kept]
-    assert [(kept.epoch, kept.iteration) for kept in plan.kept] == [(0, 0)]
+    one_of_nine_is_late(world, epoch=0, iteration=0)
